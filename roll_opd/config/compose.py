@@ -1,7 +1,7 @@
 """Compose a Hydra configuration from YAML files, `defaults` lists, interpolations and command-line overrides.
 
-The result is a plain dict, and a map from each key to its file and line for error messages. The directory `configs/` is
-always on Hydra's search path, so every configuration may use the groups in it.
+The result is a plain dict. It comes with a map from each key to its file and line, for error messages. The directory
+`configs/` is always on Hydra's search path, so every configuration may use the groups in it.
 """
 
 import json
@@ -54,7 +54,7 @@ DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)
 class LoadedConfig:
     """A composed configuration: its name, its `values` as plain data, and the place of each dotted key.
 
-    `variables` are the top-level keys that some value refers to by `${name}`. `translation` maps keys of another system
+    `variables` lists the top-level keys to which a value refers by `${name}`. `translation` maps keys of another system
     (Trinity-RFT) to keys of this configuration.
     """
 
@@ -67,8 +67,9 @@ class LoadedConfig:
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Compose the file `config_name` (with or without .yaml) of directory `config_path`, which is looked up in
-    `config_places`.
+    """Compose the configuration file `config_name` in the directory `config_path`.
+
+    `config_name` is written with or without .yaml. The directory is looked up in `config_places`.
 
     An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
     """
@@ -120,7 +121,7 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
 
 
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
-    """Return the directory and name of the YAML file, in the first of `config_places` where it exists.
+    """Return the directory and the name of the YAML file, from the first of the `config_places` that has the file.
 
     Raises ConfigError if no place has the file, and PathError or OSError if a place cannot be read.
     """
@@ -143,7 +144,8 @@ def config_places(config_path: str) -> list[Path]:
     """Return the places where a directory of configurations may be, in search order.
 
     The order is: the current directory, its `examples/`, the directory of the started script (as in ROLL), the
-    repository's `examples/`, the repository. If a directory lacks the file, the search continues with the next place.
+    repository's `examples/`, the repository. `find_config` continues with the next place if a directory does not have
+    the file.
     """
     given, script = expanded(config_path), Path(sys.argv[0]).resolve()
     scripts = [script.parent] if script.suffix == ".py" and not script.is_relative_to(PACKAGE) else []
@@ -177,9 +179,13 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
 
 
 def _parsed(text: str) -> Override:
-    """Parse an override with Hydra; quote plain values that Hydra's grammar rejects (with =, @ or non-ASCII letters).
+    """Parse an override with Hydra.
 
-    Raises HydraException if Hydra rejects another kind of value: a list, an object, a function call or a quoted text.
+    A plain value that Hydra's grammar rejects is quoted and parsed again, for example a value with =, @ or non-ASCII
+    letters.
+
+    If Hydra rejects a value of another kind, HydraException is raised: for a list, an object, a function call or a
+    quoted text.
     """
     try:
         return OverridesParser.create().parse_override(text)
@@ -196,7 +202,10 @@ def _quoted(text: str) -> str:
 
 
 def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> frozenset[str]:
-    """Return the groups in the defaults lists. Called only if an override uses a group, since it takes time."""
+    """Return the groups in the defaults lists; empty if no override uses a group.
+
+    The defaults lists are computed only if an override uses a group, because the computation takes time.
+    """
     if not any(is_group(override, places) for override in overrides):
         return frozenset()
     arguments = [places.argument] if places.argument else []
@@ -205,10 +214,12 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
 
 
 class _Loader(ConfigLoaderImpl):
-    """Hydra's loader without Hydra's own configuration, which is not used and takes most of the time.
+    """Hydra's loader, except that Hydra's own configuration is not composed.
 
-    Hydra's own configuration is still composed if one of its files is selected (`hydra/launcher=basic`) or one of its
-    keys is overridden. `defaults` is the defaults list of the composed configuration.
+    That configuration is not used here, and composing it takes most of the time.
+
+    It is still composed if an override selects one of its files (`hydra/launcher=basic`) or sets one of its keys.
+    `defaults` is the defaults list of the composed configuration.
     """
 
     defaults: tuple[ResultDefault, ...] = ()
@@ -264,7 +275,10 @@ def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:
 
 
 def _origins(defaults: Sequence[ResultDefault], places: SearchPath) -> dict[str, str]:
-    """Return a map: dotted key -> "file:line". As for values, later files of the defaults list take precedence."""
+    """Return the place of each dotted key as "file:line".
+
+    If several files of the defaults list have a key, the place is in the last of these files, whose value is used.
+    """
     origins: dict[str, str] = {}
     for default in defaults:
         if default.config_path is None or default.config_path.startswith("hydra/"):
@@ -295,15 +309,17 @@ def key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
 
 
 def keys_below(key: str, value: Any) -> Iterator[str]:
-    """Yield a dotted key and, if its value is a mapping, the dotted keys below it."""
+    """Yield a dotted key. If its value is a mapping, also yield all dotted keys below it."""
     yield key
     for name, item in value.items() if isinstance(value, dict) else ():
         yield from keys_below(f"{key}.{name}", item)
 
 
 def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
-    """Return plain dicts and lists with interpolations resolved; collect the problems of unresolvable
-    interpolations."""
+    """Return plain dicts and lists in which interpolations are replaced by their values.
+
+    An interpolation that cannot be resolved is reported to `diag` as a problem.
+    """
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
     for key in keys:
@@ -330,11 +346,11 @@ def _unresolved(text: str) -> str:
         return (
             f"the environment variable {unset[1]} is not set; set it (export {unset[1]}=...), or write the value here"
         )
-    return f"{text}; write that key, or change this reference to it"
+    return f"{text}; add the missing key, or change the reference to this key"
 
 
 def one_line(error: Exception) -> str:
-    """Return a Hydra or OmegaConf error message as one line, without object dump and search path."""
+    """Return an error message of Hydra or OmegaConf as one line, without the dump of the object and the search path."""
     if isinstance(error, OSError) and error.strerror:
         return os_sentence(error)
     if type(error) is ValueError:  # raised by Python, e.g. for a number with thousands of digits or an invalid date

@@ -1,4 +1,6 @@
-"""Diagnostics of planning: problems prevent a plan, blockers prevent a run, warnings prevent neither.
+"""Diagnostics of planning.
+
+A problem prevents a plan. A blocker prevents a run, but not a plan. A warning does not prevent a plan or a run.
 
 All checks report to one `Diagnostics`, so that a user sees all problems of a configuration together.
 """
@@ -14,10 +16,12 @@ from roll_opd.base.paths import PathError
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Problems, blockers and warnings of the checks, and each key's place ("file.yaml:12" or "command line").
+    """The problems, blockers and warnings that the checks report, and the place of each key in the configuration.
 
-    Methods take a key of the section for which the object was made (see `below`), or "" for the section itself. The
-    outermost object takes dotted paths.
+    A place is "file.yaml:12" or "command line".
+
+    `Diagnostics` belong to a section of the configuration (see `below`). The argument `key` of a method is a key of
+    this section, or "" for the section itself. For `Diagnostics` of the whole configuration, `key` is a dotted path.
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -31,7 +35,7 @@ class Diagnostics:
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":
-        """Return diagnostics for the keys of the section at `path`; both objects add to the same lists."""
+        """Return diagnostics for the keys of the section at `path`. They share their lists with this object."""
         return replace(self, path=self.at(path))
 
     def at(self, key: str) -> str:
@@ -39,11 +43,11 @@ class Diagnostics:
         return f"{self.path}.{key}" if self.path and key else self.path or key
 
     def error(self, key: str, text: str) -> None:
-        """Add a problem about `key`, once."""
+        """Add a problem about `key`, unless the same problem was added before."""
         self._add(self.problems, key, text)
 
     def unsupported(self, key: str, text: str) -> None:
-        """Add a blocker about `key`, once: planning continues, but a run is refused."""
+        """Add a blocker about `key`, unless it was added before. Planning continues, but a run is refused."""
         self._add(self.blockers, key, text)
 
     @contextmanager
@@ -57,24 +61,24 @@ class Diagnostics:
             self.error(key, str(error))
 
     def warn(self, key: str, text: str) -> None:
-        """Add a warning about `key`, with its place, once."""
+        """Add a warning about `key` with the key's place, unless it was added before."""
         self.add_warning(f"{self.at(key)}: {text}{self.where(key)}")
 
     def note(self, key: str, text: str) -> None:
-        """Add a warning about `key`, once."""
+        """Add a warning about `key` without the key's place, unless it was added before."""
         self.add_warning(f"{self.at(key)}: {text}")
 
     def add_warning(self, text: str) -> None:
-        """Add a warning, once."""
+        """Add a warning, unless the same warning was added before."""
         if shortened(text) not in self.warnings:
             self.warnings.append(shortened(text))
 
     def rename(self, key: str, written: str) -> None:
-        """Note that `key` is written under another name."""
+        """Record that the configuration has `key` under another name, `written`."""
         self.renamed[self.at(key)] = self.at(written)
 
     def unused(self, *keys: str) -> None:
-        """Note keys that are accepted and have no effect."""
+        """Record keys that are accepted and have no effect."""
         self.ignored.update(map(self.at, keys))
 
     def warn_unused(self) -> None:
@@ -90,7 +94,7 @@ class Diagnostics:
             self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")
 
     def is_one_of(self, key: str, value: str, known: Collection[str]) -> bool:
-        """Return whether `value` is one of the `known` names; add a problem otherwise."""
+        """Return whether `value` is one of the `known` names; if it is not, add a problem."""
         if value not in known:
             names = [repr(name) for name in known]
             expected = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
@@ -98,7 +102,11 @@ class Diagnostics:
         return value in known
 
     def where(self, key: str) -> str:
-        """Return the place of `key`, or of the nearest section around it, as " (file.yaml:12)"; "" if unknown."""
+        """Return the place of `key` as " (file.yaml:12)".
+
+        If the place of the key is unknown, return the place of the nearest section around it, or "" if that is also
+        unknown.
+        """
         key = self.at(key)
         while key:
             if place := self.origins.get(self.renamed.get(key, key)):
@@ -122,7 +130,10 @@ def as_yaml(value: object) -> str:
 
 
 def _by_section(keys: Collection[str]) -> str:
-    """Return keys as short text: top-level keys first, then the keys of each section, merged over roles."""
+    """Return a short list of keys as text: top-level keys first, then the keys of each section.
+
+    Sections with the same name in several roles are listed once.
+    """
     sections: dict[str, set[str]] = {}
     for key in keys:
         *path, last = key.split(".")

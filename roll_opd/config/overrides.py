@@ -1,8 +1,8 @@
 """Translate command-line overrides to Hydra's syntax.
 
-Hydra rejects `key=value` if no file has the key, and `+key=value` if some file has it. It also distinguishes
-`group=option` (a defaults list has the group) from `+group=option` (no defaults list has it). Here `key=value` and
-`group=option` are always valid; the schema checks the keys.
+In Hydra, `key=value` is valid only if a file has the key, and `+key=value` only if no file has the key. In the same
+way, `group=option` is valid only if a defaults list has the group, and `+group=option` only if no defaults list has the
+group. Here `key=value` and `group=option` are always valid, because the schema checks the keys.
 """
 
 import json
@@ -33,7 +33,10 @@ PLACES = {
 
 @dataclass(frozen=True)
 class SearchPath:
-    """Directories in which Hydra looks for the files of a defaults list; `argument` is the override that sets them."""
+    """The directories in which Hydra looks for the files of a defaults list.
+
+    `argument` is the override that sets these directories.
+    """
 
     directories: tuple[Path, ...]
     argument: str | None  # None if the written value is not a list; Hydra then rejects it
@@ -45,7 +48,7 @@ class SearchPath:
 
 
 def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
-    """Return the search path: directory of `file`, then the user's `hydra.searchpath`, then our directories.
+    """Return the search path: the directory of `file`, the user's `hydra.searchpath`, this package's directories.
 
     As in Hydra, `hydra.searchpath` on the command line replaces the value in the file.
     """
@@ -73,9 +76,12 @@ def is_group(override: Override, places: SearchPath) -> bool:
 def hydra_arguments(
     overrides: Sequence[Override], file: Path, places: SearchPath, chosen: Collection[str]
 ) -> list[str]:
-    """Return the overrides in Hydra's syntax; `chosen` are the groups in defaults lists (`group` or `group@package`).
+    """Return the overrides in Hydra's syntax.
 
-    Raises ConfigError for a group that does not exist, and for a group whose keys no part of a run would read.
+    `chosen` lists the groups in the defaults lists, each as `group` or `group@package`.
+
+    Raises ConfigError for a group that does not exist, and for a group whose keys would have no effect because it is
+    not placed in a role.
     """
     arguments = [places.argument] if places.argument else []
     problems = []
@@ -100,7 +106,7 @@ def hydra_arguments(
 
 
 def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Collection[str]) -> list[str]:
-    """Return a problem if a group of this package configures a part of a role, but the override names no role."""
+    """Return a problem if an override selects a group that configures a part of a role, but does not name the role."""
     group, option = override.key_or_group, override.value()
     found = next((place for place in places.directories if (place / group / f"{option}.yaml").is_file()), None)
     if override.package is not None or group not in PLACES or found != GROUPS:
@@ -116,7 +122,10 @@ def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Colle
 
 
 def _primary(file: Path) -> DictConfig:
-    """Return the content of a file without its defaults list; empty if it is not a mapping (Hydra then rejects it)."""
+    """Return the content of a file without the files of its defaults list.
+
+    If the content is not a mapping, the result is empty; Hydra then rejects the file.
+    """
     loaded = OmegaConf.load(file)
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
 

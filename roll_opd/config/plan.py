@@ -1,8 +1,8 @@
 """The run plan: the parsed and checked configuration of a run.
 
-After planning, all code reads the plan and none reads the raw configuration. A plan is immutable and picklable, and
-does not need torch. Fields that a class inherits from `schema` are configuration keys that a user can set. Lengths are
-in tokens. Counts of prompts and sequences are global (over all ranks) unless the name states another unit.
+After planning, code reads only the plan, and never the raw configuration. A plan is immutable and picklable, and does
+not need torch. Fields that a class inherits from `schema` are configuration keys that a user can set. Lengths are in
+tokens. Counts of prompts and sequences are global (over all ranks) unless the name states another unit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,7 +43,10 @@ from roll_opd.config.schema import (
 
 @dataclass(frozen=True)
 class FilterPlan:
-    """Filter of groups (`query_filter`) or single responses (`response_filter`) of a step."""
+    """A filter of a step's samples.
+
+    A `query_filter` removes whole groups of responses, a `response_filter` removes single responses.
+    """
 
     type: str  # a name of `algorithms.sample_masks.FILTERS`
     args: FrozenDict = field(default_factory=FrozenDict)  # arguments, with ROLL's names
@@ -51,7 +54,7 @@ class FilterPlan:
 
 @dataclass(frozen=True)
 class RewardTerm:
-    """Weighted term of a domain's reward. `worker` is a built-in name or a dotted path."""
+    """A weighted term of a domain's reward. `worker` is the name of a built-in reward or a dotted path."""
 
     name: str  # name in metrics and samples
     worker: str
@@ -75,7 +78,7 @@ class RewardPlan(RewardKeys):
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the reward is a weighted sum; False if it is the value of a single term with weight 1."""
+        """Whether the reward is a weighted sum; False if the reward has a single term, with weight 1."""
         return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
 
     def accepts(self, tag: str) -> bool:
@@ -84,7 +87,10 @@ class RewardPlan(RewardKeys):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream of rows: the rows with one of `tags`, or in `files`; `weight` is its fraction of all draws."""
+    """A stream of rows: the rows that have one of `tags`, or the rows that are in `files`.
+
+    `weight` is the fraction of all draws that are made from the stream.
+    """
 
     name: str  # reward domain, tag or file name
     weight: float  # the weights of all streams sum to 1
@@ -113,7 +119,7 @@ class DataPlan(RowKeys):
     environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> fraction of draws, for games
 
     def draws(self, tag: str) -> bool:
-        """Whether rows with `tag` are drawn."""
+        """Whether rows with the tag `tag` can be drawn."""
         drawn = [stream.tags for stream in self.streams if stream.weight]
         return not drawn or any(tags is None or tag in tags for tags in drawn)
 
@@ -129,7 +135,7 @@ class ValidationPlan:
 
 @dataclass(frozen=True)
 class TokenFilterPlan:
-    """Filter that masks tokens unless low <= measure <= high; None: no bound."""
+    """A filter that masks all tokens except those with low <= measure <= high. A bound of None is no bound."""
 
     measure: Literal["ratio", "difference"]  # ratio or difference of train and infer probabilities
     level: Level
@@ -139,7 +145,10 @@ class TokenFilterPlan:
 
 @dataclass(frozen=True)
 class CorrectionPlan:
-    """Correction for log-probs that differ between training and inference engine; see `algorithms.corrections`."""
+    """Correction for log-probs that differ between the training and the inference engine.
+
+    The formulas are in `algorithms.corrections`.
+    """
 
     weight: Literal["tis", "icepop"] | None = None  # weights of the policy loss; None: no weights
     level: Level = "token"  # level of the weights
@@ -174,7 +183,7 @@ class ObjectivePlan(ObjectiveKeys):
 
 @dataclass(frozen=True)
 class CheckpointPlan(CheckpointKeys):
-    """Settings of checkpoints: how often they are written, how many are kept, and from which one the run resumes."""
+    """Settings of checkpoints: how often to write them, how many to keep, and which checkpoint to resume from."""
 
     resume: bool | str = False  # True: the newest checkpoint of this experiment; a path: that run or checkpoint
 
@@ -194,7 +203,10 @@ class DemonstrationPlan:
 
 @dataclass(frozen=True)
 class AuxiliaryPlan:
-    """A model that workflows call and that is not trained: engines of the run, or the address of a server."""
+    """A model that workflows call and that is not trained.
+
+    The model runs in engines of the run (`engine`), or on a server (`base_url`).
+    """
 
     name: str
     engine: RolloutPlan | None = None
@@ -213,7 +225,11 @@ class WorkflowPlan(WorkflowKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(RunKeys, RolloutKeys):
-    """The plan of a run. `rollout_batch_size` counts prompts, or rows with answers; `eval_steps` 0: no validation."""
+    """The plan of a run.
+
+    `rollout_batch_size` is a number of prompts or, without a rollout, of rows with answers. If `eval_steps` is 0, there
+    is no validation.
+    """
 
     mode: str  # pure, mixed or rl; for a supervised pipeline its name
     pipeline: str  # a module of `roll_opd.pipelines`, or the path of a user's module
@@ -263,7 +279,7 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def rewards_are_monitored(self) -> bool:
-        """Whether rewards are only logged and used in validation."""
+        """Whether rewards have no effect on training: they are logged, and used in validation."""
         return self.mode == "pure"
 
     @property
@@ -273,12 +289,15 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
-        """The teachers with a term in the advantage; with `topk` and `full`, the term is in the loss instead."""
+        """The teachers with a term in the advantage.
+
+        The tuple is empty if `opd_objective` is `topk` or `full`, because the teachers' term is then in the loss.
+        """
         return self.teachers if self.objective.opd_objective == "sampled" else ()
 
     @property
     def answers_per_prompt(self) -> int:
-        """Number of sequences per prompt: sampled responses, or the answers of a row."""
+        """Number of sequences per prompt: the number of sampled responses, or the number of answers in a row."""
         if self.rollout:
             return self.rollout.sampling.n
         return 2 if self.objective.paired else 1
@@ -293,18 +312,18 @@ class RunPlan(RunKeys, RolloutKeys):
         return {**first, **self.megatron_roles(), **self.inference_roles()}
 
     def serving(self, role: MegatronPlan) -> MegatronPlan:
-        """Return the role whose processes compute for the frozen `role`.
+        """Return the role whose processes compute the log-probs of the frozen `role`; often `role` itself.
 
         Teachers with the same weights, devices and layout are loaded once, under the name of the first teacher. A role
-        with the initial weights of a LoRA student, on the student's devices, is computed by the student with its
-        adapter switched off.
+        that has the initial weights of a LoRA student and is on the student's devices is not loaded: the student
+        computes its log-probs with the adapter switched off.
         """
         if self.is_base(role):
             return self.student
         return next((other for other in self.frozen_roles() if replace(other, name=role.name) == role), role)
 
     def is_base(self, role: MegatronPlan) -> bool:
-        """Whether a LoRA student computes for a frozen role, with the adapter switched off."""
+        """Whether a LoRA student computes the log-probs of a frozen role, with the adapter switched off."""
         student = self.student
         same = role.model == student.model and role.vocab_size == student.vocab_size
         at_hand = set(role.devices) <= set(student.devices) and not isinstance(role, TrainPlan | FollowingPlan)
@@ -320,7 +339,7 @@ class RunPlan(RunKeys, RolloutKeys):
         return {role.name: role for role in roles if role}
 
     def inference_roles(self) -> dict[str, RolloutPlan]:
-        """Return every inference role by name: the student's engines, judges and auxiliary models that run here."""
+        """Return every inference role by name: the student's rollout, judges, and auxiliary models with engines."""
         auxiliary = self.workflow.auxiliary_models if self.workflow else ()
         roles = (self.rollout, *(reward.engine for reward in self.rewards), *(model.engine for model in auxiliary))
         return {role.name: role for role in roles if role}

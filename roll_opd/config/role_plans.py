@@ -127,12 +127,12 @@ class CriticPlan(TrainPlan, CriticKeys):
 class FollowingPlan(MegatronPlan, FollowKeys):
     """A teacher with an exponential moving average of the student's weights, updated every `update_interval` steps.
 
-    Teachers with the same weights, devices and layout are loaded once: see `RunPlan.serving`.
+    Teachers with the same weights, devices and layout are loaded only once (see `RunPlan.serving`).
     """
 
     @property
     def is_live(self) -> bool:
-        """Whether the teacher is the student with its weights from before the step."""
+        """Whether the teacher's weights are the weights that the student had before the step."""
         return self.update_interval == 1 and not self.ema_decay
 
 
@@ -148,18 +148,21 @@ class ContextPlan(ContextKeys):
 
 
 class ExternalPlan:
-    """A source of a teacher's log-probs other than Megatron processes of the run, such as a server or files."""
+    """A source of a teacher's log-probs outside the run's Megatron processes, such as a server or files."""
 
     name: str  # dotted key of the teacher's section
 
     @property
     def location(self) -> str:
-        """Directory, address or file of the source."""
+        """The place of the source: a directory, an address or a file."""
         raise NotImplementedError(f"{type(self).__name__} has no property `location`; write it")
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The fields of the teacher's row in `roll-opd plan`: `strategy` (the kind of source), `model`, settings."""
+        """The teacher's row in the output of `roll-opd plan`.
+
+        Its fields are `strategy` (the kind of source), `model` and the settings of the source.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no property `shown`; write it")
 
 
@@ -208,7 +211,7 @@ TeacherSource = MegatronPlan | ExternalPlan
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """A teacher: the source of its log-probs, its coefficient, its prompt, and the tags of its samples."""
+    """A teacher: the source of its log-probs, its coefficient, its prompt, and the tags of the samples to score."""
 
     name: str
     source: TeacherSource
@@ -224,23 +227,29 @@ class TeacherPlan:
 
     @property
     def role(self) -> MegatronPlan | None:
-        """The Megatron role that computes the log-probs; None for other kinds of source."""
+        """The Megatron role that computes the log-probs; None if the source is not a Megatron role."""
         return self.source if isinstance(self.source, MegatronPlan) else None
 
     @property
     def following(self) -> FollowingPlan | None:
-        """The role of the teacher if its weights follow the student's; else None."""
+        """The teacher's Megatron role if the teacher's weights follow the student's weights; otherwise None."""
         return self.source if isinstance(self.source, FollowingPlan) else None
 
     @property
     def model(self) -> ModelPlan | None:
-        """The directory of the model, from which vLLM can sample the teacher's answers; None without a directory."""
+        """The teacher's model, with which vLLM can sample the teacher's answers.
+
+        None if the source of the log-probs is not a Megatron role.
+        """
         return self.role.model if self.role else None
 
 
 @dataclass(frozen=True)
 class SamplingPlan(SamplingKeys):
-    """Sampling settings. `n`: responses per prompt; `top_k` -1: off."""
+    """Sampling settings.
+
+    `n` is the number of responses per prompt. A `top_k` of -1 means that all tokens can be sampled.
+    """
 
     n: int = 1
     max_new_tokens: int = 16
@@ -249,7 +258,10 @@ class SamplingPlan(SamplingKeys):
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """An inference role (student, judge or auxiliary model): `engines` vLLM engines with `tp` devices each."""
+    """An inference role: the student's rollout, a judge or an auxiliary model.
+
+    The role has `engines` vLLM engines with `tp` devices each.
+    """
 
     name: str
     model: ModelPlan
@@ -268,5 +280,5 @@ class RolloutPlan:
 
     @property
     def layout(self) -> Layout:
-        """The layout, with the number of engines as data-parallel size."""
+        """The layout of the role's devices, in which the number of engines is the data-parallel size."""
         return Layout(tp=self.tp, dp=self.engines)

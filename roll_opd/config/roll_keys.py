@@ -1,4 +1,4 @@
-"""ROLL's keys: keys without effect here, refused keys, and ROLL's names for our keys.
+"""ROLL's keys: keys that have no effect here, keys that are refused, and ROLL's names for keys of this package.
 
 Keys in `IGNORED_*` are accepted, and one warning lists them. docs/coming-from-roll.md has a table of all ROLL keys.
 """
@@ -81,7 +81,7 @@ IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_n
 # warning)
 _UNREAD = "has no effect, as ROLL does not read it either"
 _NORM = f"{_UNREAD} any more; norm_mean_type and norm_std_type set how rewards are normalised"
-_TOPR = f"{_UNREAD}; its TOPR is selected by worker_cls '...ActorPGWorker' and pg_variant: topr in actor_train"
+_TOPR = f"{_UNREAD}; to select TOPR, write worker_cls '...ActorPGWorker' and pg_variant: topr in actor_train"
 SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "reward_norm": ((), _NORM),
     "reward_shift": ((False,), _NORM),
@@ -92,7 +92,10 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "use_topr_neg_loss_coef": ((0,), _TOPR),
     "use_policy_loss_type": (("PPO",), f"{_UNREAD}; pg_variant names the loss"),
     "infer_correction": ((False,), f"{_UNREAD} any more; use train_infer_correction instead"),
-    "opsd_mode": ((False,), f"{_UNREAD}; a teacher's hint replaces it, such as teacher.hint: '{{solution}}'"),
+    "opsd_mode": (
+        (False,),
+        f"{_UNREAD}; use a teacher's hint in place of this key, such as teacher.hint: '{{solution}}'",
+    ),
     **dict.fromkeys(("balance_length", "val_greedy", "add_len_reward"), ((False,), _UNREAD)),
     **dict.fromkeys(("postive_loss_coef", "positive_loss_coef", "l2"), ((0,), _UNREAD)),
     **dict.fromkeys(("val_n_sample", "minibatch_data_iter_num"), ((1,), _UNREAD)),
@@ -104,7 +107,10 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
         (False,),
         "has no effect: log-probs before the update are computed whenever weights change within a step",
     ),
-    "apply_loss_scale": ((True,), "has no effect: a loss is always normalised over the whole batch, as with true"),
+    "apply_loss_scale": (
+        (True,),
+        "has no effect: the loss is always normalised over the whole batch, as ROLL does for true",
+    ),
     "model_update_frequency": ((1,), "has no effect: engines get new weights in every step"),
     "moe_aux_loss_coef": ((0,), "has no effect: no auxiliary loss of the router is added"),
     "mtp_training_mode": (("disabled",), "has no effect: layers of multi-token prediction are not trained"),
@@ -197,7 +203,10 @@ PURE_FIXED: dict[str, tuple[object, ...]] = {
 
 
 def report_ignored(key: str, value: Any, diag: Diagnostics) -> None:
-    """Report a key of ROLL that has no effect here, unless its value is null or would change nothing in ROLL either."""
+    """Report a key of ROLL that has no effect here.
+
+    Nothing is reported if the value is null, or if it would have no effect in ROLL either.
+    """
     if value in (None, "None"):
         return
     for report, sentences in ((diag.warn, SAID), (diag.unsupported, REFUSED)):
@@ -210,7 +219,7 @@ def report_ignored(key: str, value: Any, diag: Diagnostics) -> None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a value, or for a section its `mode`; None if the section is switched off."""
+    """Return a value unchanged, except for a section: return its `mode`, or None if the section has `enable: false`."""
     if isinstance(value, dict):
         return value.get("mode") if value.get("enable", True) else None
     return value

@@ -1,7 +1,7 @@
 """Limit the size of YAML files before Hydra reads them, and the time for composing them.
 
-Aliases of aliases, or references to references, can expand a file of a few bytes to billions of values, and Hydra
-expands them all.
+A file of a few bytes can expand to billions of values, if its aliases have aliases in them or its references refer to
+other references. Hydra expands all these values.
 """
 
 import os
@@ -41,7 +41,7 @@ class BoundedFiles(FileConfigSource):
     """A source of files for Hydra that calls `check_file` before each read."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a file's configuration; raises ConfigError as `check_file` does."""
+        """Return a file's configuration. Raises ConfigError if `check_file` rejects the file."""
         path = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
         if not path.exists():
             return super().load_config(config_path)
@@ -59,7 +59,10 @@ class HydrasOwnFiles(ImportlibResourcesConfigSource):
 
 
 def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], ConfigResult], path: str) -> ConfigResult:
-    """Return a copy of a file's configuration. A file is parsed once, although composing reads it three times."""
+    """Return a copy of a file's configuration.
+
+    Composing reads a file three times, but the file is parsed only once.
+    """
     key = (file, source.provider, path)
     if key not in _PARSED:
         if len(_PARSED) >= MAX_PARSED:
@@ -108,7 +111,7 @@ def check_file(path: Path) -> None:
 
 
 def _check_nodes(path: Path, text: str) -> None:
-    """Raise ConfigError for too many values, too deep sections, or an alias inside its own anchor."""
+    """Raise ConfigError if a file has too many values, too many nested sections, or an alias inside its own anchor."""
     sizes: dict[str, int] = {}  # anchor -> number of values in an alias of this anchor
     within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and number of values of each open collection
 
@@ -132,7 +135,9 @@ def _check_nodes(path: Path, text: str) -> None:
                 sizes[anchor] = size
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in (anchor for anchor, _ in within):
-                raise refuse(event, f"*{event.anchor} is inside &{event.anchor} itself; remove it")
+                raise refuse(
+                    event, f"the alias *{event.anchor} is inside &{event.anchor}, its own anchor; remove the alias"
+                )
             size = sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
@@ -154,10 +159,10 @@ def yaml_message(error: yaml.YAMLError, path: Path) -> str:
 
 
 def value_problem(value: Any) -> str | None:
-    """Return why no part of a run can use a key or value; None if it is usable."""
+    """Return the reason for which a key or value cannot be used in any part of a run; None if it can be used."""
     if isinstance(value, str) and (found := re.search("[\0\ud800-\udfff]", value)):
         kind = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
-        return f"{value!r} has {kind} in it; remove it"
+        return f"{value!r} has {kind} in it; remove this character"
     if isinstance(value, bytes):
         return "is binary data (!!binary); write a text"
     if isinstance(value, int) and not -INT64 <= value < INT64:
@@ -166,15 +171,20 @@ def value_problem(value: Any) -> str | None:
 
 
 class _TooMuchWork(BaseException):
-    """Composing takes too long. Not an `Exception`, which OmegaConf would catch as the failure of one reference."""
+    """Composing takes too long.
+
+    The base class is not `Exception`, because OmegaConf catches an `Exception` and reports that a single reference
+    failed.
+    """
 
 
 @contextmanager
 def bounded_work() -> Iterator[None]:
     """Context manager: raise ConfigError if composing takes more than `MAX_SECONDS` of CPU time.
 
-    References to references multiply like aliases, and Hydra's syntax has too many forms to count them in advance.
-    Timers work only in the main thread; other threads have no limit.
+    References that refer to other references can expand to as many values as aliases. The number of these values is not
+    computed in advance, because Hydra's syntax has too many forms. The timer works only in the main thread, so that
+    other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,9 @@
-"""Parse supervised rows into a prompt and its answers: one answer (schema sft), or chosen and rejected (schema dpo).
+"""Parse supervised rows into a prompt and its answers.
 
-Supported forms: conversations; TRL's columns prompt and completion, or prompt, chosen and rejected; ROLL's and Alpaca's
-columns instruction and output.
+A row of schema sft has one answer. A row of schema dpo has two answers, chosen and rejected.
+
+Three forms of rows are supported: conversations; TRL's columns (prompt and completion, or prompt, chosen and rejected);
+the columns instruction and output of ROLL and Alpaca.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +54,7 @@ Question = tuple[Message, ...] | str | None  # a conversation, a text, or no que
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a supervised row, and a function that separates the prompt from the answers."""
+    """The columns of a supervised row, and the function that separates its prompt from its answers."""
 
     columns: tuple[str, ...]  # in addition to the columns of every row
     # (row, question that may end with an answer, column names) -> (prompt, answers)
@@ -61,10 +63,10 @@ class Schema:
 
 
 def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
-    """Parse a decoded value into a row with the answers of `plan.schema`; raises `BadRow`.
+    """Parse a decoded value into a row with the answers that `plan.schema` requires. Raises `BadRow`.
 
-    `plan.columns` maps the columns of `parse_row` and of the schema to their names. `input` and `system` are used only
-    if the configuration names their columns, as in ROLL.
+    `plan.columns` maps the column names that `parse_row` and the schema use to the names in the file. As in ROLL, the
+    columns `input` and `system` are used only if the configuration names them.
     """
     try:
         return _parsed(value, fallback_id, plan)
@@ -100,7 +102,10 @@ def _parsed(value: Any, fallback_id: str, plan: DataPlan) -> Row:
 
 
 def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the non-empty question columns that no configuration key names."""
+    """Return the columns of the question that are ignored although they are not empty.
+
+    They are ignored because no configuration key names them.
+    """
     if _is_instruction(value, columns):
         names: tuple[str, ...] = tuple(name for name in (*_ADDED, HISTORY) if name not in columns)
     else:
@@ -110,13 +115,16 @@ def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str
 
 
 def _is_instruction(value: dict[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether the question is in `instruction`; if the row has `messages`, a key must name the instruction column."""
+    """Whether the question is in the column `instruction`.
+
+    If the row also has the column `messages`, `instruction` is used only if a configuration key names it.
+    """
     named = columns.get("instruction", "messages") != "messages"
     return "instruction" in value and (named or "messages" not in value)
 
 
 def _question(value: dict[str, Any], columns: Mapping[str, str]) -> Question:
-    """Return the question of a row, including an answer in the last turn of `messages`."""
+    """Return the question of a row. If the last turn of `messages` is an answer, it is included."""
     if _is_instruction(value, columns):
         parts = [_text(value, "instruction")]
         if "input" in columns and value.get("input"):
@@ -153,9 +161,10 @@ def _one_answer(
 
 
 def _up_to_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return a conversation up to the learned turn.
+    """Return a conversation up to and including the turn on which the model is trained.
 
-    The learned turn is the last turn or, if that has loss weight 0, the last assistant turn before it with weight 1.
+    This is the last turn. If the last turn has loss weight 0, it is the last earlier turn of the assistant that has
+    loss weight 1.
     """
     mark = loss_mark(messages[-1])
     if mark is None or mark[1]:
@@ -183,10 +192,12 @@ def _two_answers(
 
 
 def _prompt(question: Question, before: tuple[Message, ...], name: str) -> Question:
-    """Return the prompt of a row from its `question` and the messages `before` the answer in column `name`.
+    """Return the prompt of a row.
 
-    The messages of an answer may start with the prompt, or with its end. They may also continue the prompt with tool
-    calls and results of tools.
+    The prompt is made of the row's `question` and of `before`, the messages before the answer in column `name`.
+
+    `before` may repeat the whole question or only its end. It may also continue the question with tool calls and
+    results of tools.
     """
     if not before or question is None:
         return before or question
@@ -202,7 +213,8 @@ def _prompt(question: Question, before: tuple[Message, ...], name: str) -> Quest
         if continues:
             return (*question, *before)
         raise BadRow(
-            OTHER_PROMPT, f"the prompt differs from the messages before the answer in {name}; remove one of the two"
+            OTHER_PROMPT,
+            f"the prompt differs from the messages before the answer in {name}; remove the prompt or these messages",
         )
     if continues:
         raise BadRow(WRONG_TYPE, f"{name} continues a prompt that is a plain text; write the prompt as messages")
@@ -216,17 +228,17 @@ SCHEMAS = {
 
 
 def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Message]:
-    """Return the messages that precede the answer in `value[name]`, and the answer as a message.
+    """Return the messages before the answer in column `name`, and the answer as a message.
 
-    A text or a single message is the answer. Of several messages, the last is the answer; the others belong to the
-    prompt.
+    If the column has a text or a single message, it is the answer. If it has several messages, the last message is the
+    answer, and the other messages belong to the prompt.
     """
     item = value[name]
     if isinstance(item, str):
         return (), FrozenDict({"role": "assistant", "content": _text(value, name)})
     messages = parse_messages([item] if isinstance(item, dict) else item)
     if messages[-1]["role"] != "assistant":
-        raise BadRow(NO_ANSWER, f"the last message of {name} is not the assistant's")
+        raise BadRow(NO_ANSWER, f"the last message of {name} is not a message of the assistant")
     return messages[:-1], messages[-1]
 
 

@@ -1,7 +1,7 @@
 """Checks of data sets before a run: tags, ground truths, and overlap between validation and training rows.
 
-Every tag needs a teacher and a reward, and every row needs the ground truth that its reward reads. Legend: V validation
-rows, L training rows.
+Every tag needs a teacher and a reward, and every row needs the ground truth that its reward reads. Legend: V is the
+number of validation rows, L the number of training rows.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TagRows:
-    """Facts about the prompts with one tag: missing ground truths, and the domains that rows name."""
+    """Facts about the prompts with one tag: their missing ground truths, and the names in their column `domain`."""
 
     unanswered: int  # prompts without a ground_truth
     examples: tuple[str, ...]  # `file:line` of the first few of these prompts
@@ -37,17 +37,21 @@ def check_coverage(
     *,
     scored_by_workflow: bool = False,
 ) -> None:
-    """Check that no tag lacks a teacher or a reward and no row a ground truth; one `DataError` lists all faults.
+    """Check that every tag has a teacher and a reward, and that every row has the ground truth that it needs.
 
-    `training` and `validation` map the tags of the data sets; `needing_truth` names the reward workers that need a
-    ground truth. The domain of a row follows from its tag. A row whose column `domain` names another reward is refused,
-    because ROLL would send the row to that reward. In pure distillation, where rewards are only logged, training
-    prompts need no reward. If the workflow scores its samples and no reward is configured, no prompt needs a reward.
+    All faults are listed in one `DataError`.
+
+    `training` and `validation` map each tag of the data set to its `TagRows`. `needing_truth` names the reward workers
+    that need a ground truth. The domain of a row follows from its tag. A row whose column `domain` names another reward
+    is refused, because ROLL would send the row to that reward. In pure distillation, training prompts need no reward,
+    because rewards are only logged. If the workflow scores its samples and no reward is configured, no prompt needs a
+    reward.
     """
     wrong = []
     if teachers:
         wrong += [
-            f"no teacher has tag {tag!r} of the training data in its tag_included; add it there, or remove its rows"
+            f"no teacher has tag {tag!r} of the training data in its tag_included; add the tag to a"
+            " tag_included, or remove the rows with this tag"
             for tag in training
             if not any(teacher.accepts(tag) for teacher in teachers)
         ]
@@ -62,9 +66,11 @@ def check_coverage(
 
 
 def unused_warnings(named: Mapping[str, Collection[str] | None], tags: Collection[str]) -> list[str]:
-    """Return a warning for each entry of `named` (name -> tags; None: all) whose tags are all missing from `tags`.
+    """Return a warning for each entry of `named` (name -> tags) with tags that are all missing from `tags`.
 
-    This is not an error, since a data set may have only some of the configured tags.
+    Tags of None stand for all tags.
+
+    An unused entry is not an error, because a data set may have only some of the configured tags.
     """
     known = ", ".join(map(repr, tags))
     return [
@@ -84,7 +90,8 @@ def _unrewarded(
         worker = next((worker for worker in workers if worker in needing_truth), None)
         if not workers:
             wrong.append(
-                f"no reward has tag {tag!r} of the {name} data in its tag_included; add it there, or remove its rows"
+                f"no reward has tag {tag!r} of the {name} data in its tag_included; add the tag to a"
+                " tag_included, or remove the rows with this tag"
             )
         elif worker and rows.unanswered:
             more = ", ..." if rows.unanswered > len(rows.examples) else ""
@@ -111,7 +118,7 @@ def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardP
 
 
 def overlap_warning(validation: "PromptSet", learned: "Sequence[PromptSet]") -> str | None:
-    """Return a warning with the number of validation prompts that are also training prompts; None if there are none."""
+    """Return a warning with the number of validation prompts that are also training prompts; None if there are 0."""
     held_out = validation.prompt_hashes(np.arange(len(validation)))  # [V]
     numbers = [prompts.drawn() for prompts in learned]
     trained = [prompts.prompt_hashes(drawn) for prompts, drawn in zip(learned, numbers, strict=True)]  # [L] each

@@ -102,7 +102,7 @@ def test_the_limit_of_computing_holds_where_a_destructor_swallows_its_exception(
 def test_files_that_the_defaults_name_are_checked_too(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("defaults: [other]\n")
     (tmp_path / "other.yaml").write_text("a: &a {b: *a}\n")
-    with pytest.raises(ConfigError, match=r"other\.yaml, line 1: \*a is inside"):
+    with pytest.raises(ConfigError, match=r"other\.yaml, line 1: the alias \*a is inside"):
         load_config(str(tmp_path), "run", [])
 
 
@@ -120,12 +120,16 @@ VALUES: list[tuple[str, Any, str]] = [
     (f"{TRAINER}.recompute_granularity", "fulll", "'selective'"),
     (f"{SAMPLING}.stop_strings", [""], 'a text that is not empty, got ""'),
     (f"{SAMPLING}.stop_strings", "", 'a text that is not empty, got ""'),
-    (f"{SAMPLING}.temperature", 0.005, "0 (greedy) or from 0.01, as vLLM uses 0.01 for every value between them, got"),
+    (
+        f"{SAMPLING}.temperature",
+        0.005,
+        "0 (greedy) or at least 0.01, because vLLM uses 0.01 in place of a value between 0 and 0.01, got",
+    ),
     (f"{SAMPLING}.temperature", 2.5, "less than or equal to 2"),
     (f"{SAMPLING}.top_k", 2**40, "2147483647"),
     ("validation.generating_args.stop_strings", ["x", ""], "a text that is not empty"),
-    ("validation.generating_args.temperature", 1e-9, "0 (greedy) or from 0.01"),
-    ("auxiliary_models.judge.generating_args.temperature", 1e-9, "0 (greedy) or from 0.01"),
+    ("validation.generating_args.temperature", 1e-9, "0 (greedy) or at least 0.01"),
+    ("auxiliary_models.judge.generating_args.temperature", 1e-9, "0 (greedy) or at least 0.01"),
     ("output_dir", "~nosuchuser/x", "no home directory ~nosuchuser"),
     (MODEL, "~nosuchuser/x", "no home directory ~nosuchuser"),
     (ROWS, "~nosuchuser/x", "no home directory ~nosuchuser"),

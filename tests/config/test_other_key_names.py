@@ -79,8 +79,8 @@ def test_a_key_under_two_names_is_refused_with_both_places(
     key, is_former = CURRENT[name]
     (problem,) = problems(changes | {path(section, key): value, path(section, name): value}, ())
     kind = "the former" if is_former else "another"
-    assert problem.startswith(f"{path(section, name)}: is {kind} name of {key}, which is set as well (run.yaml:")
-    assert re.search(r"; remove one of the two \(run.yaml:\d+\)$", problem)
+    assert problem.startswith(f"{path(section, name)}: is {kind} name of {key}, and {key} is set as well (run.yaml:")
+    assert re.search(r"; remove one of the two keys \(run.yaml:\d+\)$", problem)
 
 
 @each

@@ -492,16 +492,16 @@ def test_all_refused_keys_are_reported_together(refusals: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "changes", "reported"),
     [
-        (DISTIL, {"explorer.auxiliary_models": []}, "add the teacher as its first model"),
+        (DISTIL, {"explorer.auxiliary_models": []}, "add the teacher as the first auxiliary model"),
         (GRPO, {"explorer.auxiliary_models": [{"model_path": "x"}]}, "auxiliary_models.auxiliary_0"),
         (GRPO, {"explorer.auxiliary_models": [{"model_pat": "x"}]}, "did you mean 'model_path'"),
-        (DISTIL, {"buffer.train_batch_size": 12}, "does not divide the 32 sequences of a step"),
+        (DISTIL, {"buffer.train_batch_size": 12}, "not a divisor of the 32 sequences of a step"),
         (DISTIL, {"model.max_prompt_tokens": ...}, "model.max_prompt_tokens: is missing"),
         (DISTIL, {"model.model_path": ...}, "model.model_path: is missing"),
         (GRPO, {"buffer.explorer_input.taskset.split": "dev"}, "no file of split 'dev'"),
         (GRPO, {"buffer.explorer_input.default_workflow_type": ...}, "write the name of the workflow"),
         (GRPO, {"algorithm.algorithm_type": "sft"}, "start_sft_pipeline.py"),
-        (GRPO, {"algorithm.kl_loss_fn_args": {"beta": 1}}, "only kl_coef is"),
+        (GRPO, {"algorithm.kl_loss_fn_args": {"beta": 1}}, "the only supported argument is kl_coef"),
         (GRPO, {"buffer.batch_size": 0}, "an integer of at least 1"),
         (GRPO, {"buffer.batch_size": 100}, "less than one step of 100"),
         (GRPO, {"buffer": 3}, "expected a section with keys"),
@@ -526,7 +526,7 @@ def test_a_refusal_says_what_to_do(refusals: Any, text: str, changes: dict, repo
 @pytest.mark.parametrize(
     ("changes", "reported"),
     [
-        ({"cluster.gpu_per_node": 4}, "leave some for training"),
+        ({"cluster.gpu_per_node": 4}, "leave some GPUs for training"),
         ({"cluster.gpu_per_node": 7}, "cannot be split among 3"),
         ({"explorer.rollout_model.dtype": "int8"}, "should be one of bfloat16"),
     ],

@@ -1,4 +1,4 @@
-"""Load a Trinity-RFT configuration as values under the keys of this package, with the line of each value."""
+"""Load a Trinity-RFT configuration, and translate it to the keys of this package. The line of each value is kept."""
 
 import warnings
 from pathlib import Path
@@ -70,7 +70,10 @@ def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
 
 
 def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (`values` with overrides of this package's keys, origins of the overridden keys)."""
+    """Return `values` after the overrides, and the origins of the overridden keys.
+
+    Overrides use this package's keys.
+    """
     config, problems = OmegaConf.create(values), []
     origins: dict[str, str] = {}
     for override in parse_overrides(overrides):
@@ -116,7 +119,7 @@ def _files_of(path: str, split: str, subset: str | None) -> list[str]:
     chosen = named or (inside if split == "train" and not known else [])
     if not chosen:
         there = ", ".join(str(file.relative_to(found)) for file in files[:8]) or "none"
-        raise ValueError(f"{found} has no file of split {split!r}; use one of its files: {there}")
+        raise ValueError(f"{found} has no file of split {split!r}; write the path of a file in this directory: {there}")
     return [str(file) for file in chosen]
 
 

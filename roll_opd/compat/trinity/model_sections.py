@@ -38,7 +38,7 @@ def models(read: Translation) -> None:
         response, keys[2] = whole - prompt, keys[0]
     if prompt is None or response is None:
         missing = "model.max_prompt_tokens" if prompt is None else "model.max_response_tokens"
-        read.diag.error(missing, "is missing; write it, as prompt and response have separate limits here")
+        read.diag.error(missing, "is missing; write this key, because prompt and response have separate limits here")
         return
     read.put("prompt_length", prompt, keys[1])
     read.put("response_length", response, keys[2])
@@ -47,7 +47,7 @@ def models(read: Translation) -> None:
 
 
 def _adapter(read: Translation) -> None:
-    """Translate LoRA: one adapter of the student."""
+    """Translate the LoRA adapter of the student."""
     place = "model.lora_configs"
     entries = read.entries(place)
     if not entries:
@@ -57,7 +57,7 @@ def _adapter(read: Translation) -> None:
     if len(entries) > 1 or odd:
         found = f"has {', '.join(odd)}" if odd else f"has {len(entries)} adapters"
         read.diag.error(
-            place, f"{found}; only one adapter is supported, for the student, with the keys {', '.join(LORA)}"
+            place, f"{found}; only one adapter of the student is supported, with the keys {', '.join(LORA)}"
         )
         return
     for name, (ours, default) in LORA.items():
@@ -67,16 +67,19 @@ def _adapter(read: Translation) -> None:
 
 
 def _auxiliary_models(read: Translation) -> None:
-    """Translate auxiliary models: in distillation, the first model is the teacher; workflows call the other models.
+    """Translate auxiliary models.
 
-    A user's workflow may call the teacher as well; the teacher then also gets an engine.
+    In distillation, the first auxiliary model is the teacher, and workflows call the other models.
+
+    If the workflow is a user's class, it may also call the teacher, so that the teacher gets an inference engine in
+    addition to its Megatron role.
     """
     models = read.entries(AUXILIARY)
     workflow, _ = read.first(f"{TASKSET}.default_workflow_type", "buffer.explorer_input.default_workflow_type")
     built_in = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
     calls_teacher = isinstance(workflow, str) and workflow not in built_in
     if read.is_pure and not models:
-        read.diag.error(AUXILIARY, "is missing; add the teacher as its first model")
+        read.diag.error(AUXILIARY, "is missing; add the teacher as the first auxiliary model")
     for number, model in enumerate(models):
         place = f"{AUXILIARY}.{number}"
         is_teacher = read.is_pure and not number

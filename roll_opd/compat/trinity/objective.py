@@ -9,7 +9,7 @@ from roll_opd.compat.trinity.reading import Translation
 
 
 def objective(read: Translation) -> None:
-    """Translate the algorithm, its functions' arguments, and the KL to a reference policy."""
+    """Translate the algorithm, the arguments of its functions, and the KL between student and reference policy."""
     key = "algorithm.algorithm_type"
     name = read.get(key, "ppo")
     if name in ("sft", "dpo"):
@@ -51,7 +51,9 @@ def objective(read: Translation) -> None:
         elif argument == "sft_dataset_name":
             read.drop(path, "demonstrations come from trainer_input")
         else:
-            read.diag.error(path, "is not supported, as every experience is trained on in its step; remove it")
+            read.diag.error(
+                path, "is not supported, because every experience is trained on in its own step; remove this key"
+            )
     if compares:
         read.put("reference.strategy_args.strategy_name", "megatron_infer")
     if (row and row.advantage == "gae") or read.values.get("advantage_fn") in ("ppo", "gae"):
@@ -59,10 +61,16 @@ def objective(read: Translation) -> None:
 
 
 def _one_argument(read: Translation, section: str, name: str) -> Any:
-    """Return the only supported argument of a function; report other arguments."""
+    """Return the value of the argument `name` in `section`; None if the argument is not set.
+
+    No other argument is supported, so that other arguments are reported as problems.
+    """
     given = read.below(section)
     for argument in given.keys() - {name}:
-        read.diag.error(f"{section}.{argument}", f"is not an argument here; only {name} is; remove it")
+        read.diag.error(
+            f"{section}.{argument}",
+            f"is not supported here; remove this argument (the only supported argument is {name})",
+        )
     return given.get(name)
 
 
@@ -102,7 +110,7 @@ def _kl_penalty(read: Translation) -> bool:
         read.put("target_kl", given.get("target_kl", 1.0), f"{key}_args.target_kl")
         read.put("kl_horizon", given.get("horizon", 10000), f"{key}_args.horizon")
     for argument in given.keys() - {"kl_coef", "adaptive", "target_kl", "horizon"}:
-        read.diag.error(f"{key}_args.{argument}", "is not an argument here; remove it")
+        read.diag.error(f"{key}_args.{argument}", "is not supported here; remove this argument")
     return True
 
 

@@ -14,7 +14,7 @@ DISTILL = "on_policy_distill"
 
 @dataclass(frozen=True)
 class Machine:
-    """The number of devices per node, and whether they are GPUs."""
+    """The number of devices per node, and whether the devices are GPUs."""
 
     devices: int
     has_gpus: bool
@@ -22,7 +22,7 @@ class Machine:
 
 @dataclass
 class Translation:
-    """The state of a translation: values read, keys translated and keys ignored."""
+    """The state of a translation: the values that were read, the translated keys and the ignored keys."""
 
     diag: Diagnostics
     machine: Machine
@@ -49,7 +49,7 @@ class Translation:
 
     @property
     def frozen(self) -> list[str]:
-        """The Megatron roles except the student."""
+        """The Megatron roles of the translated configuration, except the student."""
         return [role for role in ("teacher", "reference", "critic") if role in self.values]
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -57,15 +57,22 @@ class Translation:
         return self.found.get(key, default)
 
     def first(self, *keys: str, default: Any = None) -> tuple[Any, str]:
-        """Return (value, key) of the first Trinity-RFT key that is set, else (default, "")."""
+        """Return (value, key) of the first Trinity-RFT key that is set. If no key is set, return (default, "")."""
         return next(((self.found[key], key) for key in keys if key in self.found), (default, ""))
 
     def either(self, key: str, default: Any) -> tuple[Any, str]:
-        """Return (value, key) of a Trinity-RFT key, or its default, for use as arguments of `put`."""
+        """Return the value of a Trinity-RFT key and the key, which are arguments of `put`.
+
+        If the key is not set, return the default and "".
+        """
         return self.first(key, default=default)
 
     def put(self, ours: str, value: Any, *by: str) -> None:
-        """Set a key of this package, translated from the keys `by`; without `by`, `value` is Trinity-RFT's default."""
+        """Set the key `ours` of this package.
+
+        `by` lists the Trinity-RFT keys from which `value` is translated. If `by` is empty, `value` is Trinity-RFT's
+        default.
+        """
         ours = ours.format(train=self.train, infer=self.infer)
         *sections, last = ours.split(".")
         place = self.values
@@ -78,11 +85,11 @@ class Translation:
             self.origins[ours] = f"{key}{self.diag.where(key).replace(' (', ', ').rstrip(')')}"
 
     def drop(self, key: str, why: str) -> None:
-        """Record that a key is ignored."""
+        """Record that the Trinity-RFT key `key` is ignored, for the reason `why`."""
         self.unread[key] = why
 
     def drop_remaining(self, why: Mapping[str, str]) -> None:
-        """Record all remaining keys as ignored; `why` maps key prefixes to reasons."""
+        """Record all remaining Trinity-RFT keys as ignored; `why` maps prefixes of keys to reasons."""
         used = {key for keys, *_ in self.mapped for key in keys.split(" + ")} | self.unread.keys()
         for key in self.found:
             if key in used or any(other.startswith(f"{key}.") for other in used):
@@ -90,7 +97,10 @@ class Translation:
             self.drop(key, next((text for beginning, text in why.items() if key.startswith(beginning)), ""))
 
     def number(self, key: str, default: int, least: int = 1) -> int:
-        """Return the integer value of a Trinity-RFT key; if the value is not valid, report it and return `default`."""
+        """Return the integer value of a Trinity-RFT key.
+
+        If the value is not valid, report a problem and return `default`.
+        """
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
@@ -98,8 +108,10 @@ class Translation:
         return default
 
     def below(self, key: str) -> dict[str, Any]:
-        """Return the section under a Trinity-RFT key; if the value is not a section, report it and return an empty
-        one."""
+        """Return the section under a Trinity-RFT key.
+
+        If the value is not a section, report a problem and return an empty section.
+        """
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
@@ -107,8 +119,10 @@ class Translation:
         return {}
 
     def entries(self, key: str) -> list[Mapping[str, Any]]:
-        """Return the list of sections under a Trinity-RFT key; if the value is not such a list, report it and return
-        []."""
+        """Return the list of sections under a Trinity-RFT key.
+
+        If the value is not a list of sections, report a problem and return an empty list.
+        """
         value = self.get(key) or []
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             return value
@@ -136,7 +150,10 @@ def _yaml(value: Any) -> str:
 
 
 def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule], prefix: str) -> None:
-    """Apply the rules `keys` to `values` below `prefix`; store combined keys in `found`."""
+    """Apply the rules in `keys` to the `values` of the section with the prefix `prefix`.
+
+    Values that are translated together with other values are stored in `read.found`.
+    """
     sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
 
     def visit(value: Any, key: str) -> None:
@@ -162,7 +179,7 @@ def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule],
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown key, with a suggestion."""
+    """Return the message about an unknown key, with a suggestion if a known key is similar."""
     section, _, last = key.rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     if near := nearest(last, siblings):
@@ -170,7 +187,7 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     if elsewhere:
         return f"unknown key here; it belongs to {' or '.join(sorted(elsewhere)[:3])}"
-    return "is not a key of Trinity-RFT up to 0.6, so its effect is unknown; remove it to run without it"
+    return "is not a key of Trinity-RFT up to 0.6, so its effect is unknown; remove the key to run without its effect"
 
 
 def _follow(read: Translation, rule: Rule, path: str, value: Any) -> None:

@@ -15,7 +15,10 @@ _VERL = "trainer.trainer_config.trainer"
 
 
 def devices(read: Translation) -> None:
-    """Translate devices: separate devices for training, sampling and teacher; without GPUs, all share the slots."""
+    """Translate devices.
+
+    Training, sampling and teacher get separate GPUs. On a machine without GPUs, all roles share the slots.
+    """
     places = (ROLLOUT, *([TEACHER] if "teacher" in read.values else []))
     sizes = {place: _engine_devices(read, place) for place in places}
     # includes a teacher that workflows call
@@ -27,7 +30,7 @@ def devices(read: Translation) -> None:
     taken = sum(sizes.values()) + sum(auxiliary.values())
     read.devices = nodes * each - taken
     if read.devices < 1:
-        text = f"engines ({taken}) use all {nodes} x {each} GPUs; leave some for training"
+        text = f"engines use {taken} GPUs, and the cluster has {nodes} x {each} GPUs; leave some GPUs for training"
         read.diag.error("cluster.gpu_per_node", text)
         return
     read.put("num_nodes", nodes, "cluster.node_num" if read.get("cluster.node_num") else "")
@@ -44,7 +47,7 @@ def devices(read: Translation) -> None:
 
 
 def _engine_devices(read: Translation, place: str) -> int:
-    """Return the devices of a Trinity-RFT section's engines."""
+    """Return the number of devices that the engines of a Trinity-RFT section use."""
     return read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
 
 
@@ -62,7 +65,7 @@ def _slots(read: Translation, engines: list[str]) -> None:
         if name in read.found:
             read.drop(name, "this machine has no GPUs: all roles share its slots, in fp32")
     if (chunked := f"{ROLLOUT}.enable_chunked_prefill") in read.found:
-        read.drop(chunked, "this machine has no GPUs, and on a CPU it breaks seeded sampling")
+        read.drop(chunked, "this machine has no GPUs, and chunked prefill on a CPU breaks seeded sampling")
     for role in _roles(read):
         read.put(f"{role}.model_args.dtype", "fp32")
     for number, section in enumerate(read.auxiliaries.values()):
@@ -100,7 +103,10 @@ def _engine_options(read: Translation) -> None:
 
 
 def _training_layout(read: Translation) -> None:
-    """Translate the layout of training: Megatron's, or Ulysses as tensor and sequence parallelism."""
+    """Translate the parallel layout of training.
+
+    Megatron's layout is copied. Ulysses becomes tensor parallelism with sequence parallelism.
+    """
     if read.get("trainer.trainer_strategy") == "megatron":
         _megatron(read)
         return
@@ -146,8 +152,8 @@ def batches(read: Translation) -> None:
     if own < 1 or made % own:
         read.diag.error(
             key,
-            f"an update of {update} does not divide the {made} sequences of a step (batch_size x repeat_times);"
-            " write a divisor, or a larger batch_size",
+            f"an update has {update} sequences, which is not a divisor of the {made} sequences of a step"
+            " (batch_size x repeat_times); write a divisor, or a larger batch_size",
         )
         return
     for number in range(min(read.devices, update), 0, -1):
@@ -155,7 +161,7 @@ def batches(read: Translation) -> None:
             break
     else:
         text = f"an update of {update} sequences cannot be split among {read.devices} data-parallel ranks of training"
-        read.diag.error(key, f"{text}; change either")
+        read.diag.error(key, f"{text}; change the size of the update or the number of training devices")
         return
     if number != read.devices:
         read.devices = number
@@ -221,7 +227,7 @@ def training(read: Translation) -> None:
 
 
 def steps(read: Translation, count: Callable[[list[str]], int]) -> None:
-    """Translate the number of steps, computed from the number of rows if epochs are given."""
+    """Translate the number of steps. If only the number of epochs is set, it is converted with the number of rows."""
     steps, key = read.first("buffer.total_steps", "trainer.total_steps")
     if steps is not None:
         read.put("max_steps", steps, key)
@@ -241,7 +247,7 @@ def steps(read: Translation, count: Callable[[list[str]], int]) -> None:
     if steps < 1:
         read.diag.error(
             "buffer.batch_size",
-            f"{epochs} epochs of {rows} rows are less than one step of {read.values['rollout_batch_size']} prompts;"
-            " lower it",
+            f"{epochs} epochs of {rows} rows are less than one step of {read.values['rollout_batch_size']}"
+            " prompts; lower buffer.batch_size",
         )
     read.put("max_steps", steps, "buffer.total_epochs" if read.get("buffer.total_epochs") else "")

@@ -1,7 +1,8 @@
 """Translate a Trinity-RFT configuration: names, datasets, rewards, validation.
 
 `keys.py` has the rules of single keys; `objective.py`, `model_sections.py` and `sizes.py` translate the objective, the
-models and the sizes. If the packages have different defaults for a key, Trinity-RFT's default is set explicitly.
+models and the sizes. If this package has another default for a key than Trinity-RFT, Trinity-RFT's default is set
+explicitly.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +51,7 @@ def translated(
     files_of: FilesOf,
     count: Callable[[list[str]], int],
 ) -> Translation:
-    """Translate `values` of Trinity-RFT; problems are reported to `diag`.
+    """Translate `values`, a configuration of Trinity-RFT. Problems are reported to `diag`.
 
     `files_of(path, split, subset)` returns the files of a dataset, and `count` returns the number of rows in files;
     both functions raise ValueError with a message.
@@ -125,7 +126,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     for key in (f"{TASKSET}.rollout_args.n", f"{TASKSET}.repeat_times"):
         if read.get(key) is not None:
             if read.get(key) not in (1, repeats):
-                read.diag.error(key, "algorithm.repeat_times sets the responses per prompt; remove this key")
+                read.diag.error(key, "algorithm.repeat_times sets the number of responses per prompt; remove this key")
             read.drop(key, "algorithm.repeat_times sets it")
     if not read.values.get("workflow_timeout"):
         read.put("workflow_timeout", 1800)
@@ -133,7 +134,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
 
 
 def _place(read: Translation, place: str) -> list[str]:
-    """Return those keys that select the files of the dataset at `place` and are set."""
+    """Return the keys of the dataset at `place` that select its files, without the keys that are not set."""
     return [key for name in ("path", "subset_name", "split") if (key := f"{place}.{name}") in read.found]
 
 
@@ -141,7 +142,9 @@ def _files(read: Translation, place: str, files_of: FilesOf) -> list[str]:
     """Return the files of the dataset at `place`."""
     path = read.get(f"{place}.path")
     if not isinstance(path, str) or not path:
-        read.diag.error(f"{place}.path", "is missing; write a file of rows, or a directory of such files")
+        read.diag.error(
+            f"{place}.path", "is missing; write the path of a file of rows, or of a directory with such files"
+        )
         return []
     try:
         return files_of(path, str(read.get(f"{place}.split", "train")), read.get(f"{place}.subset_name"))
@@ -180,7 +183,8 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
 def _reward(read: Translation) -> None:
     """Translate the reward function, or the workflow's default reward, to a section of `rewards`.
 
-    A workflow calls its function itself if it is a user's workflow, or if its function has no counterpart in `rewards`.
+    The reward function is passed to the workflow instead if the workflow is a user's class, or if the function has no
+    counterpart in `rewards`. The workflow then calls the function.
     """
     name, key = read.first(f"{TASKSET}.default_reward_fn_type", f"{INPUT}.default_reward_fn_type")
     workflow = read.values.get("workflow")
@@ -213,7 +217,7 @@ def _reward(read: Translation) -> None:
         }
         read.put("rewards.math_rule.terms", {"length_penalty": penalty}, args_key)
     elif args:
-        read.diag.error(args_key, f"has no counterpart for {name}; move its arguments to rewards, and remove it")
+        read.diag.error(args_key, f"has no counterpart for {name}; move the arguments to rewards, and remove this key")
 
 
 def _validation(read: Translation, files_of: FilesOf) -> None:
@@ -229,18 +233,23 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
         for name in ("prompt_key", "response_key"):
             own = read.get(f"{place}.format.{name}")
             if own not in (None, read.values.get(name)):
-                read.diag.error(f"{place}.format.{name}", f"{own!r} differs from the training column; rename either")
+                read.diag.error(
+                    f"{place}.format.{name}",
+                    f"{own!r} differs from the column of the training data; rename one of the two columns",
+                )
         for name, ours in (("default_workflow_type", "workflow"), ("default_reward_fn_type", None)):
             trained = read.values.get(ours) if ours else read.first(f"{TASKSET}.{name}", f"{INPUT}.{name}")[0]
             if read.get(f"{place}.{name}") not in (None, trained):
                 read.diag.error(
-                    f"{place}.{name}", "validation uses the setting of training; let the workflow read task.is_eval"
+                    f"{place}.{name}",
+                    "validation and training share this setting; if validation must differ, let the workflow"
+                    " read task.is_eval",
                 )
     other = read.get(f"{INPUT}.default_eval_workflow_type")
     if sets and other not in (None, "", read.values.get("workflow")):
         read.diag.error(
             f"{INPUT}.default_eval_workflow_type",
-            "validation uses the workflow of training; let the workflow read task.is_eval",
+            "validation and training share the workflow; if validation must differ, let the workflow read task.is_eval",
         )
     if not sets:
         if "explorer.eval_interval" in read.found:

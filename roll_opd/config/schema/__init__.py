@@ -1,9 +1,9 @@
-"""Schema of the configuration. It declares every key once: name, type, range, default, meaning and origin.
+"""Schema of the configuration. The schema declares every key once: name, type, range, default, meaning and origin.
 
 A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly; the planner
-checks rules between sections and rules that read files. The classes in `plan.py` inherit the keys whose values reach
-the plan unchanged. Such a key needs two changes: its declaration here and the code that uses it.
-`docs/configuration.md` is generated from these declarations.
+checks rules between sections and rules that read files. Some values reach the plan unchanged; the classes in `plan.py`
+inherit the keys of these values. To add a key of this kind, declare the key here and write the code that uses its
+value. `docs/configuration.md` is generated from these declarations.
 
 A pipeline declares its keys as a subclass of `Top` if it has a rollout, and of `Supervised` if its rows have answers.
 """

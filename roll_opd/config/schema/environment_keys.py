@@ -18,7 +18,8 @@ class EnvironmentKeys(Section):
     env_config: dict[str, Any] = key({}, "its arguments")
     env_manager_cls: str | None = key(
         None,
-        "ROLL's class; with a StepEnvManager, each action is a separate sample whose prompt has the history as text",
+        "class of ROLL that plays the game. With a StepEnvManager, each action is a separate sample, and the"
+        " prompt of the sample has the past turns as text",
     )
     max_steps: Many = key(10, "maximum number of actions in a trajectory")
     max_tokens_per_step: Positive | None = key(None, "maximum tokens of the response to a turn")
@@ -31,7 +32,7 @@ class EnvironmentKeys(Section):
     )
     pre_step_template: str | None = key(None, "text before each observation, in place of agent_template")
     next_step_template: str | None = key(None, "text after each observation")
-    history_length: Positive | None = key(None, "number of past turns in a prompt (StepEnvManager)")
+    history_length: Positive | None = key(None, "with a StepEnvManager: number of past turns in a prompt")
     tool_wrapper: dict[str, Any] | None = key(
         None, "ROLL's tool_configs and wrapper_args, for games with a Python tool"
     )
@@ -43,20 +44,30 @@ class EnvironmentKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentsPlayed(Section):
-    """`train_env_manager`, `val_env_manager`: the games, and the number of trajectories of each."""
+    """`train_env_manager` and `val_env_manager`: the games, and the number of trajectories of each game."""
 
     ignored = roll.IGNORED_WORKER | roll.IGNORED_ENV_MANAGER | keys_of(Worker).keys() - {"generating_args"}
-    tags: Texts = key((), "the environments of custom_envs to play")
-    num_env_groups: Many = key(128, "number of groups of trajectories over all tags")
-    num_groups_partition: Several[Count] | None = key(None, "number of groups of each tag; default: equal numbers")
+    tags: Texts = key((), "tags of the environments in custom_envs that are played")
+    num_env_groups: Many = key(128, "number of groups of trajectories, as a sum over all tags")
+    num_groups_partition: Several[Count] | None = key(
+        None,
+        "number of groups of each tag, in the order of tags; default: the groups are divided equally among the tags",
+    )
     group_size: Many = key(1, "number of trajectories in a group, all from the same initial state")
-    max_env_num_per_worker: Count = key(0, "accepted, no effect: each process runs workflow_concurrency trajectories")
-    max_traj_per_env: int = key(-1, "accepted, no effect: a step has rollout_batch_size trajectories")
-    format_penalty: Number = key(0.0, "reward for an action that cannot be parsed, unless env_config sets one")
+    max_env_num_per_worker: Count = key(
+        0, "accepted, no effect: the number of trajectories that run in a process is set by workflow_concurrency"
+    )
+    max_traj_per_env: int = key(
+        -1, "accepted, no effect: the number of trajectories in a step is set by rollout_batch_size"
+    )
+    format_penalty: Number = key(
+        0.0, "reward for an action that cannot be parsed; a format_penalty in env_config takes precedence"
+    )
     generating_args: GeneratingArgs = key(
         GeneratingArgs(),
-        "how actions are sampled; in train_env_manager, used if the rollout has no generating_args; in"
-        " val_env_manager, each key overrides the key of the rollout",
+        "how actions are sampled. The generating_args of train_env_manager are used only if the rollout has no"
+        " generating_args. In val_env_manager, each key of generating_args overrides the same key of the"
+        " rollout",
     )
 
 
@@ -67,18 +78,23 @@ class RewardNormalization(Section):
     ignored = frozenset({"global_scale_factor", "global_shift_value"})
     grouping: Literal["state", "batch", "inductive", "traj_group_id", "tags"] = key(
         "batch",
-        "trajectories whose rewards are compared: all of a group (traj_group_id or state), of a tag (tags or"
-        " inductive) or of a step (batch)",
+        "set of trajectories whose rewards are compared; traj_group_id, state: the trajectories of a group;"
+        " tags, inductive: the trajectories with the same tag; batch: all trajectories of a step",
     )
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = key(
         "identity",
-        "identity: unchanged; mean: subtract the mean; mean_std: also divide by the standard deviation; asym_clip: as"
-        " mean_std, then clip to [-1, 3]",
+        "identity: use rewards unchanged; mean: subtract the mean; mean_std: subtract the mean and divide by"
+        " the standard deviation; asym_clip: the same as mean_std, then clip to [-1, 3]",
     )
     # the same order as elsewhere: typing caches both orders as one type, and the page shows the order seen first
-    norm_mean_type: Literal["group", "batch"] | None = key(None, "samples whose mean is subtracted; overrides method")
+    norm_mean_type: Literal["group", "batch"] | None = key(
+        None,
+        "set of samples over which the mean reward is computed, which is subtracted; overrides the setting of method",
+    )
     norm_std_type: Literal["group", "batch"] | None = key(
-        None, "samples whose standard deviation is the divisor; overrides method"
+        None,
+        "set of samples over which the standard deviation is computed, which is the divisor; overrides the"
+        " setting of method",
     )
 
 
@@ -88,11 +104,13 @@ class AgenticKeys(Section):
 
     custom_envs: dict[str, EnvironmentKeys] | None = key(None, "environments by tag")
     train_env_manager: EnvironmentsPlayed | None = key(
-        None, "the environments of training, and the number of trajectories of each"
+        None, "the environments of training, and the number of trajectories of each environment"
     )
     val_env_manager: EnvironmentsPlayed | None = key(None, "the environments of validation, always with the same seeds")
     val_batch_size: int = key(-1, "number of trajectories in a validation; -1: all trajectories of val_env_manager")
     reward_normalization: RewardNormalization = key(RewardNormalization(), "baseline of a trajectory's reward")
-    step_reward_gamma: Fraction = key(0.95, "discount factor of rewards of later steps (gigpo, step_reinforce)")
-    episode_reward_weight: Number = key(1.0, "weight of the advantage among trajectories (gigpo)")
-    step_reward_weight: Number = key(1.0, "weight of the advantage among steps from the same state (gigpo)")
+    step_reward_gamma: Fraction = key(
+        0.95, "with gigpo or step_reinforce: discount factor of the rewards of later steps"
+    )
+    episode_reward_weight: Number = key(1.0, "with gigpo: weight of the advantage that compares whole trajectories")
+    step_reward_weight: Number = key(1.0, "with gigpo: weight of the advantage that compares steps from the same state")

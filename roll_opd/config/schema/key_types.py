@@ -25,7 +25,7 @@ def _texts(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Return a list for one number, or for a text of numbers separated by commas."""
+    """Return a list if the value is one number, or a text of numbers that are separated by commas."""
     if isinstance(value, str):
         value = value.split(",")
     return tuple(value) if isinstance(value, list) else (value,)
@@ -34,7 +34,9 @@ def _numbers(value: Any) -> Any:
 def _temperature(value: float) -> float:
     """Refuse temperatures that vLLM would replace with another value."""
     if 0 < value < COLDEST:
-        raise ValueError(f"0 (greedy) or from {COLDEST}, as vLLM uses {COLDEST} for every value between them")
+        raise ValueError(
+            f"0 (greedy) or at least {COLDEST}, because vLLM uses {COLDEST} in place of a value between 0 and {COLDEST}"
+        )
     return value
 
 

@@ -11,10 +11,11 @@ from roll_opd.config.schema.section import OURS, Section, key
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcementKeys(Section):
-    """The reward's part of the objective.
+    """Keys of the part of the objective that depends on rewards.
 
-    In each reward domain, rewards are normalised by `norm_mean_type` and `norm_std_type`, then clipped, and the
-    advantages are whitened. After that, the teachers' term is added. Pure distillation uses none of these keys.
+    In each reward domain, rewards are first normalised (`norm_mean_type`, `norm_std_type`) and then clipped
+    (`reward_clip`). The advantages that are computed from these rewards are whitened (`whiten_advantages`). The
+    teachers' term is added to the whitened advantages. Pure distillation uses none of these keys.
     """
 
     gamma: Fraction = key(1.0, "discount of later rewards")
@@ -26,36 +27,47 @@ class ReinforcementKeys(Section):
         False, "shift and scale advantages to mean 0 and standard deviation 1 over a domain's samples"
     )
     norm_mean_type: Literal["batch", "group", "running"] | None = key(
-        None, "samples whose mean is subtracted from a reward"
+        None, "set of samples over which the mean reward is computed; the mean is subtracted from each reward"
     )
     norm_std_type: Literal["batch", "group", "running"] | None = key(
-        None, "samples whose standard deviation is the divisor"
+        None, "set of samples over which the standard deviation of rewards is computed; each reward is divided by it"
     )
     reward_clip: AboveZero | None = key(None, "bound on the absolute value of normalised rewards and of token rewards")
     kl_loss_coef: NotNegative = key(0.0, "weight of the KL to the reference policy in the loss, with use_kl_loss")
     kl_penalty: str = key("kl", "estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3), abs, full")
-    target_kl: AboveZero | None = key(None, "target of the token-level KL, to which the coefficient adapts")
-    kl_horizon: Positive = key(10000, "number of samples over which the coefficient changes by at most a fifth")
+    target_kl: AboveZero | None = key(
+        None,
+        "target of the token-level KL; the coefficient of the KL is adapted to reach it. null: the coefficient"
+        " is fixed",
+    )
+    kl_horizon: Positive = key(
+        10000, "speed of the adaptive coefficient: it changes by at most 20 % in this number of samples (target_kl)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationKeys(Section):
-    """The teachers' part of the objective."""
+    """Keys of the part of the objective that depends on the teachers."""
 
     opd_objective: Literal["sampled", "topk", "full"] = key(
         "sampled",
-        "sampled: an advantage computed from the sampled tokens; topk, full: a term of the loss over the top-k tokens"
-        " or the whole vocabulary",
+        "form of the teachers' term; sampled: an advantage that is computed from the sampled tokens; topk: a"
+        " term of the loss over the top-k tokens of each position; full: a term of the loss over the whole"
+        " vocabulary",
         OURS,
     )
-    opd_divergence: str = key("reverse_kl", "divergence of topk and full: a name in algorithms.divergences", OURS)
-    opd_topk: Positive = key(64, "number of tokens per position (topk)", OURS)
-    opd_topk_source: Literal["teacher", "student"] = key(
-        "teacher", "model whose most likely tokens are used (topk)", OURS
+    opd_divergence: str = key(
+        "reverse_kl", "divergence in the loss (topk and full): a name in algorithms.divergences", OURS
     )
-    opd_jsd_beta: Fraction = key(0.5, "weight of the teacher in the mixture (jsd)", OURS)
+    opd_topk: Positive = key(64, "with opd_objective topk: number of tokens that are compared in each position", OURS)
+    opd_topk_source: Literal["teacher", "student"] = key(
+        "teacher", "with opd_objective topk: the model whose most likely tokens are compared", OURS
+    )
+    opd_jsd_beta: Fraction = key(
+        0.5, "with divergence jsd: weight of the teacher in the mixture of teacher and student", OURS
+    )
     opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = key(
-        0.1, "weight of the first distribution in the mixture (skewed divergences)", OURS
+        0.1, "with a skewed divergence KL(p || m): weight of p in the mixture m of student and teacher", OURS
     )
 
 
@@ -67,22 +79,31 @@ class SampleKeys(Section):
     difficulty_mask: bool = key(
         False, "mask prompts whose mean reward is not between difficulty_low_threshold and difficulty_high_threshold"
     )
-    difficulty_low_threshold: Number = key(0.0, "lower bound of the mean reward, exclusive (difficulty_mask)")
-    difficulty_high_threshold: Number = key(1.0, "upper bound of the mean reward, exclusive (difficulty_mask)")
+    difficulty_low_threshold: Number = key(
+        0.0, "with difficulty_mask: the mean reward of a prompt must be above this value"
+    )
+    difficulty_high_threshold: Number = key(
+        1.0, "with difficulty_mask: the mean reward of a prompt must be below this value"
+    )
     error_max_len_clip: bool = key(
-        False, "mask samples with a reward below 1, except short responses with a reward of 0"
+        False, "mask samples with a reward other than 1; short responses with a reward of 0 are not masked"
     )
     error_max_len_threshold: Annotated[int, Field(ge=1)] = key(
-        9999999999, "a response with fewer tokens is short (error_max_len_clip)"
+        9999999999, "with error_max_len_clip: a response with fewer tokens than this number counts as short"
     )
     difficulty_loss_weight: bool = key(
-        False, "multiply a sample's policy loss by 0.5 + 1.5 times the difficulty in its row"
+        False,
+        "weight each sample's policy loss by 0.5 + 1.5 x difficulty; the difficulty, from 0 to 1, is read from"
+        " the sample's row",
     )
     length_loss_weight: bool = key(
-        False, "multiply a sample's policy loss by a factor from 1.5 (shortest response) to 0.5 (longest)"
+        False,
+        "weight each sample's policy loss by the length of its response: from 1.5 for the shortest response of"
+        " an update to 0.5 for the longest response",
     )
     rl_loss_coef: Number = key(
-        1.0, "weight of the policy loss and the KL loss, relative to the entropy and the teachers' divergence"
+        1.0,
+        "weight of the policy loss and of the KL loss; the entropy and the teachers' divergence do not get this weight",
     )
 
 
@@ -91,19 +112,23 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     """Keys of the objective; the formulas are in `roll_opd.algorithms`."""
 
     advantage_clip: AboveZero | None = key(
-        None, "bound on the absolute value of advantages, including the teachers' part"
+        None, "bound on the absolute value of advantages; applied after the teachers' term is added"
     )
     entropy_loss_coef: Number = key(0.0, "weight of the entropy in the loss")
-    pg_clip: NotNegative = key(0.2, "clip range of the ratio around 1")
-    pg_clip_low: NotNegative | None = key(None, "clip range of the ratio below 1; default: pg_clip")
-    pg_clip_high: NotNegative | None = key(None, "clip range of the ratio above 1; default: pg_clip")
+    pg_clip: NotNegative = key(0.2, "distance from 1 at which the ratio is clipped")
+    pg_clip_low: NotNegative | None = key(None, "distance below 1 at which the ratio is clipped; default: pg_clip")
+    pg_clip_high: NotNegative | None = key(None, "distance above 1 at which the ratio is clipped; default: pg_clip")
     opd_kl_discount: Fraction = key(
-        0.0, "discount factor of later tokens' reverse KL; 0: only the token's own term", OURS
+        0.0,
+        "discount factor with which the reverse KL of later tokens is added to a token's reverse KL; 0: later"
+        " tokens are not added",
+        OURS,
     )
     opd_chunk_credit: Literal["prefix", "whole", "with_previous", "mean", "share"] = key(
         "prefix",
-        "for a teacher with another tokenizer; prefix: compare the log-probs of each token; other values: assign each"
-        " token a part of its chunk's reverse KL, see algorithms.chunk_credit",
+        "credit of a token if the teacher has another tokenizer; prefix: compare student and teacher in every"
+        " token; other values: compare them in chunks of tokens, and assign the reverse KL of a chunk to its"
+        " tokens (see algorithms.chunk_credit)",
         OURS,
     )
     ppo_epochs: Positive = key(1, "number of passes over a step's samples")
@@ -111,45 +136,60 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class CriticKeys(Section):
-    """The critic's training."""
+    """Keys of the critic's training."""
 
-    critic_warmup: Count = key(0, "number of first steps that train only the critic")
+    critic_warmup: Count = key(0, "number of steps at the start of a run that train only the critic")
     critic_epochs: Positive = key(1, "number of passes of the critic over a step's samples", OURS)
-    value_clip: AboveZero | None = key(None, "maximum change of a value in an update")
+    value_clip: AboveZero | None = key(
+        None,
+        "clip the critic's values in the loss to at most this distance from the values before the update; null:"
+        " not clipped",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceWeight(Section):
-    """`is_weight`: importance weights. null: no bound."""
+    """`is_weight`: importance weights. A bound of null is no bound."""
 
-    enabled: bool = key(False, "multiply the policy loss by the ratio of train / infer probabilities")
-    method: Literal["tis", "icepop"] = key("tis", "tis: truncate weights; icepop: mask tokens outside the bounds", OURS)
-    weight_type: Level = key("token", "level of a weight")
-    lower_bound: NotNegative | None = key(None, "lower bound (icepop); default 0.5", OURS)
-    upper_bound: AboveZero | None = key(None, "upper bound; default 1.2 (tis) or 5 (icepop)")
+    enabled: bool = key(
+        False, "multiply the policy loss by the ratio of the training engine's and the inference engine's probabilities"
+    )
+    method: Literal["tis", "icepop"] = key(
+        "tis", "tis: truncate weights at the upper bound; icepop: mask tokens whose weight is outside the bounds", OURS
+    )
+    weight_type: Level = key("token", "level at which weights are computed")
+    lower_bound: NotNegative | None = key(None, "lower bound of the weights, used only by icepop; default: 0.5", OURS)
+    upper_bound: AboveZero | None = key(None, "upper bound of the weights; default: 1.2 with tis, 5 with icepop")
     detach: bool = key(True, "accepted, no effect: weights never have a gradient")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFilter(Section):
-    """An entry of `filters`: masks tokens outside the bounds. null: no bound."""
+    """An entry of `filters`, which masks tokens outside the bounds. A bound of null is no bound."""
 
     enabled: bool = key(False, "whether the filter is applied")
-    agg_type: Level = key("token", "level at which the probabilities are compared")
-    ratio_enabled: bool = key(True, "bound the ratio train / infer")
+    agg_type: Level = key("token", "level at which the two engines' probabilities are compared")
+    ratio_enabled: bool = key(
+        True, "whether to mask tokens by the ratio of the probabilities: training engine / inference engine"
+    )
     ratio_low: NotNegative | None = key(0.8, "lower bound")
     ratio_high: NotNegative | None = key(1.2, "upper bound")
-    diff_enabled: bool = key(False, "bound the difference train - infer")
+    diff_enabled: bool = key(
+        False, "whether to mask tokens by the difference of the probabilities: training engine - inference engine"
+    )
     diff_low: Number | None = key(-0.2, "lower bound")
     diff_high: Number | None = key(0.2, "upper bound")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainInferCorrection(Section):
-    """`train_infer_correction`: correction for log-probs that differ between training and inference engine."""
+    """`train_infer_correction`: correction for log-probs that differ between the training and the inference engine."""
 
     is_weight: ImportanceWeight = key(ImportanceWeight(), "weights of the policy loss")
     filters: Several[TokenFilter] = key((), "masks of tokens")
     negatives_delta: AboveZero | None = key(
-        None, "mask negative advantages of sequences whose mean infer - train log-prob is above this", OURS
+        None,
+        "mask tokens with a negative advantage if, on average over the sequence, the inference engine's"
+        " log-prob exceeds the training engine's by more than this value; null: not used",
+        OURS,
     )

@@ -24,8 +24,8 @@ from roll_opd.config.schema.section import OURS, TRINITY, Section, key
 class RowKeys(Section):
     """Keys that set what happens to unusable rows."""
 
-    on_bad_row: Literal["drop", "refuse"] = key("refuse", "treatment of rows that cannot be read", OURS)
-    on_long_prompt: Literal["drop", "refuse"] = key("drop", "treatment of rows that are too long", OURS)
+    on_bad_row: Literal["drop", "refuse"] = key("refuse", "what to do with rows that cannot be read", OURS)
+    on_long_prompt: Literal["drop", "refuse"] = key("drop", "what to do with rows that are too long", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +41,15 @@ class CheckpointKeys(Section):
 class RunKeys(Section):
     """Keys of every pipeline whose values reach the plan unchanged."""
 
-    output_dir: str = key("./output", "parent of the run's directory <exp_name>/<run>")
+    output_dir: str = key("./output", "directory in which the run's directory <exp_name>/<run> is created")
     seed: Seed = key(42, "seed of sampling, row order and new weights")
-    deterministic: bool = key(False, "bitwise equal results in every run, at some cost", OURS)
-    logging_steps: Positive = key(1, "number of steps between lines on the console")
+    deterministic: bool = key(False, "every run gives bitwise equal results; this takes more time", OURS)
+    logging_steps: Positive = key(1, "number of steps between two log lines on the console")
     eval_steps: Count = key(10, "steps between validations; 0: never")
     device_memory_gb: AboveZero | None = key(
         None,
-        "memory of a device, GiB; a plan that does not fit is refused, and a plan that may not fit gets a warning;"
-        " default: the actual memory",
+        "memory of a device, GiB, which the planner compares with its estimate: a plan that does not fit is"
+        " refused, and a plan that may not fit gets a warning; default: the memory of this machine's devices",
         OURS,
     )
     is_offload_states: bool | None = key(
@@ -68,7 +68,8 @@ class RunKeys(Section):
     host_timeout_s: AboveZero = key(600.0, "how long hosts wait for a missing host, s", OURS, formerly="host_seconds")
     stall_timeout_s: AboveZero | None = key(
         None,
-        "time without progress after which a run ends with a list of its open waits, s; default: never",
+        "time without progress after which a run ends, s; the error lists what the run was waiting for."
+        " default: no limit",
         OURS,
     )
     max_restarts: Count = key(0, "how many times a failed run restarts from its last checkpoint", OURS)
@@ -92,25 +93,34 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     num_nodes: Many | None = key(None, "number of nodes; default: the number that the device mappings need")
     num_gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = key(
         8,
-        "number of devices per node; without GPUs, devices are slots that share the cores; default, if no role has a"
-        " device_mapping: this machine's GPUs, or two slots",
+        "number of devices per node; on a machine without GPUs, devices are slots that share the cores. If no"
+        " role has a device_mapping, the default is the number of this machine's GPUs, or two slots",
     )
     max_steps: Positive | None = key(500, "steps of the run")
     resume_from_checkpoint: bool | str = key(
-        False, "true: the newest checkpoint of the experiment; or the directory of an experiment, run or checkpoint"
+        False,
+        "checkpoint from which the run resumes: true for the newest checkpoint of the experiment, or the"
+        " directory of an experiment, of a run or of a checkpoint",
     )
     max_grad_norm: NotNegative = key(1.0, "maximum gradient norm; 0: no clipping")
-    pretrain: str | None = key(None, "model of roles without model_name_or_path")
-    global_template: str | None = key(None, "template of rows whose tag is not in tag_to_template")
-    tag_to_template: dict[str, str] = key({}, "map from tags to the templates of their rows", OURS)
+    pretrain: str | None = key(None, "model of all roles that do not set model_name_or_path")
+    global_template: str | None = key(None, "template of the prompts whose tag is not in tag_to_template")
+    tag_to_template: dict[str, str] = key({}, "map from a tag to the template of the prompts with that tag", OURS)
     algorithm_type: str | None = key(
         None, "name of an entry in the table of algorithms; the entry sets the defaults of other keys", TRINITY
     )
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
-    ) = key(None, "how token losses are aggregated; default: as the loss defines it, else seq-mean-token-mean")
+    ) = key(
+        None,
+        "how token losses are aggregated; default: the mode that the policy loss defines; if it defines none,"
+        " seq-mean-token-mean",
+    )
     strict_strategies: bool = key(
-        False, "refuse an unavailable strategy or precision; false: use the nearest available", OURS
+        False,
+        "true: refuse a strategy or precision that is not available; false: use the nearest available strategy"
+        " or precision",
+        OURS,
     )
 
     def __init_subclass__(cls) -> None:
@@ -126,6 +136,6 @@ class PromptColumns(Section):
     """Columns of rows with an answer."""
 
     prompt_key: Name | None = key(None, "column of the instruction")
-    query_key: Name | None = key(None, "column of a text appended to the instruction")
+    query_key: Name | None = key(None, "column of a text that is appended to the instruction")
     system_key: Name | None = key(None, "column of the system message")
     response_key: Name | None = key(None, "column of the answer")

@@ -1,7 +1,7 @@
 """The function that declares a key, and the base class of sections.
 
 A section is a dataclass that pydantic validates. `Section` also accepts keys of ROLL that have no effect, other names
-of a key, and null in place of a default. It stores each section's place in the configuration for error messages.
+of a key, and null in place of a default. Each parsed section stores its place in the configuration for error messages.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,10 @@ OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 
 
 def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", formerly: str = "") -> T:
-    """Declare a key. `also` is a second name; `formerly` is a former name, accepted with a warning."""
+    """Declare a key.
+
+    `also` is a second name of the key. `formerly` is a former name of the key, which is accepted with a warning.
+    """
     metadata = {"meaning": meaning, "origin": origin, "also": also, "formerly": formerly}
     if isinstance(default, dict | Section):  # each section gets a copy, as a section stores its path
         return field(default_factory=lambda: copy(default), metadata=metadata)
@@ -40,7 +43,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the configuration. `ignored` are ROLL's keys that are accepted and have no effect."""
+    """A part of the configuration. `ignored` lists the keys of ROLL that are accepted here without effect."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -72,7 +75,10 @@ class Section:
 
 
 def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return `data` with the current names of keys; report former names, and keys written under two names."""
+    """Return `data` with every key under its current name.
+
+    Former names are reported as warnings. A key that is written under two names is reported as a problem.
+    """
     names = other_names(section)
     if names.keys().isdisjoint(data):
         return data
@@ -85,7 +91,9 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
             continue
         if current != name and current in data and diag.is_override(name) == diag.is_override(current):
             kind, place = "the former" if is_former else "another", diag.where(current)
-            diag.error(name, f"is {kind} name of {current}, which is set as well{place}; remove one of the two")
+            diag.error(
+                name, f"is {kind} name of {current}, and {current} is set as well{place}; remove one of the two keys"
+            )
             continue
         found[current] = value
         if current != name:
@@ -96,7 +104,10 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
 
 
 def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
-    """Return the known keys of `data`, without keys whose null means the default; report unknown keys."""
+    """Return the known keys of `data`, and report the unknown keys.
+
+    A key whose value is null is left out if its type does not accept null, so that it gets its default.
+    """
     kept: dict[str, Any] = {}
     keys = keys_of(section)
     for name, value in data.items():
@@ -116,7 +127,7 @@ def _takes_null(annotation: Any) -> bool:
 
 
 def settle(section: Section, diag: Diagnostics, written: frozenset[str]) -> None:
-    """Set `diag` and `written` of `section`, and of the sections in it that have default values."""
+    """Set `diag` and `written` of `section`. Sections inside it that were not in the file get empty `written` sets."""
     vars(section).update(diag=diag, written=written)
     for name, inside in list(vars(section).items()):
         if isinstance(inside, Section) and "diag" not in vars(inside):
@@ -131,7 +142,7 @@ def changed(section: S, values: Mapping[str, Any]) -> S:
 
 
 def keys_of(section: type[Section]) -> dict[str, Any]:
-    """Return a map: key that a user may write in a section -> its annotation."""
+    """Return the keys that a user may write in a section, as a map from each key to its type annotation."""
     if section not in _KEYS:
         hints = get_type_hints(section, include_extras=True)
         _KEYS[section] = {item.name: hints[item.name] for item in fields(section) if item.name not in section.ignored}
@@ -139,7 +150,7 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
 
 
 def other_names(section: type[Section]) -> dict[str, tuple[str, bool]]:
-    """Return a map: other name of a key -> (the key, whether the other name is a former name)."""
+    """Return the other names of a section's keys as a map: other name -> (key, whether that name is a former name)."""
     if section not in _NAMES:
         keys = [item for item in fields(section) if item.name in keys_of(section)]
         _NAMES[section] = {
@@ -156,5 +167,8 @@ _NAMES: dict[type[Section], dict[str, tuple[str, bool]]] = {}
 
 
 def shared(keys: type[Section], section: Section) -> dict[str, Any]:
-    """Return the values of `section` for the keys that class `keys` declares (a base class of a plan's type)."""
+    """Return the values of those keys in `section` that the class `keys` declares.
+
+    The classes of plans inherit from the same class, so that the values can be passed to a plan unchanged.
+    """
     return {name: getattr(section, name) for name in keys_of(keys)}

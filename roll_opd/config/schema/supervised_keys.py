@@ -16,10 +16,12 @@ from roll_opd.config.schema.worker_keys import DataArgs, TrainingArgs, Worker
 
 @dataclass(frozen=True, kw_only=True)
 class EpochArgs(TrainingArgs):
-    """`training_args` of a run on rows with answers. Batch sizes count rows."""
+    """`training_args` of a run that trains on rows with answers. Batch sizes are numbers of rows."""
 
     ignored = roll.IGNORED_TRAINING_ARGS - {"num_train_epochs"}
-    num_train_epochs: AboveZero | None = key(None, "number of passes over the rows, if max_steps is not set or -1")
+    num_train_epochs: AboveZero | None = key(
+        None, "number of passes over the rows; used if max_steps is not set, or is -1"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +55,14 @@ class Supervised(Run):
     loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss
 
     max_steps: Annotated[int, Field(ge=-1)] | None = key(
-        None, "number of steps of the run; -1: computed from num_train_epochs"
+        None, "number of steps of the run; -1: the number is computed from num_train_epochs"
     )
     sequence_length: Positive = key(1024, "maximum tokens of a prompt and its answer")
     train_batch_size: Many | None = key(None, "rows per step; default: the rows of one update", OURS)
     validation: HeldOut | None = key(None, "held-out rows for measuring the loss")
 
     def refusals(self) -> Mapping[str, str]:
-        """Return a map: key -> why a run with this value is not possible yet."""
+        """Return the keys whose value makes a run impossible, as a map from each key to the reason."""
         return {}
 
 
@@ -99,10 +101,11 @@ class Dpo(Supervised):
     label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "assumed fraction of wrong preferences")
     kl_loss_coef: NotNegative | None = key(
         None,
-        "weight of a KL loss (k2) relative to the reference policy; default: 0.001 with algorithm_type: dpo, else 0",
+        "weight of a KL loss (estimator k2) between the student and the reference policy; default: 0.001 if"
+        " algorithm_type is dpo, otherwise 0",
         TRINITY,
     )
-    ipo: bool = key(False, "not available yet: the IPO loss")
+    ipo: bool = key(False, "whether to use the IPO loss; true is not available yet")
     use_reference_model: bool = key(True, "false is not available")
 
     def refusals(self) -> Mapping[str, str]:

@@ -36,16 +36,23 @@ class ModelArgs(Section):
 
     ignored = roll.IGNORED_MODEL_ARGS
     model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded model")
-    dtype: Dtype | None = key(None, "precision; default: bf16; for a rollout, the student's precision")
-    lora_target: Several[str] | str | None = key(
-        None, "LoRA: linear layers that get an adapter, as a list or separated by commas; all-linear: all linear layers"
+    dtype: Dtype | None = key(
+        None, "precision of the weights; default: the student's precision for a rollout, bf16 for other roles"
     )
-    lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the adapters; default 8; 0: no LoRA")
-    lora_alpha: AboveZero | None = key(None, "adapters are scaled by lora_alpha / lora_rank; default: twice the rank")
-    lora_dropout: NotNegative = key(0.0, "only 0: log-probs of a model under dropout are not defined")
+    lora_target: Several[str] | str | None = key(
+        None,
+        "linear layers that get a LoRA adapter, as a list or as names separated by commas; all-linear: all"
+        " linear layers",
+    )
+    lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the LoRA adapters; 0: no LoRA; default: 8")
+    lora_alpha: AboveZero | None = key(
+        None, "scale of the LoRA adapters, which are multiplied by lora_alpha / lora_rank; default: twice the rank"
+    )
+    lora_dropout: NotNegative = key(0.0, "must be 0, because log-probs of a model with dropout are not defined")
     additional_target: Any = key(None, "not available yet: modules that are trained in addition to the adapters")
     ulysses_size: Positive | None = key(
-        None, "number of devices that share a sequence (fsdp2); used as tensor-parallel size"
+        None,
+        "with ROLL's strategy fsdp2: number of devices that share a sequence; used here as the tensor-parallel size",
     )
     adapter_name_or_path: str | None = key(None, "directory of an initial LoRA adapter, in peft's format")
     freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")
@@ -55,17 +62,17 @@ class ModelArgs(Section):
 class SchedulerArgs(Section):
     """`lr_scheduler_kwargs`."""
 
-    min_lr: NotNegative = key(0.0, "final learning rate of a schedule")
-    max_lr: AboveZero | None = key(None, "learning rate after the warm-up, instead of learning_rate")
+    min_lr: NotNegative = key(0.0, "learning rate at the end of the schedule")
+    max_lr: AboveZero | None = key(None, "learning rate after the warm-up; takes precedence over learning_rate")
     init_lr: NotNegative = key(0.0, "initial learning rate of the warm-up")
     lr_decay_steps: Positive | None = key(
-        None, "number of updates until the learning rate reaches min_lr; default: all"
+        None, "number of updates until the learning rate reaches min_lr; default: all updates of the run"
     )
     wsd_decay_steps: Positive | None = key(
-        None, "number of updates in which the learning rate decays (warmup_stable_decay)"
+        None, "with warmup_stable_decay: number of updates in which the learning rate decays"
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = key(
-        None, "form of the decay (warmup_stable_decay); default: exponential"
+        None, "with warmup_stable_decay: form of the decay; default: exponential"
     )
 
 
@@ -82,13 +89,18 @@ class OptimizerKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingArgs(OptimizerKeys):
-    """`training_args`: optimizer and schedule. Batch sizes are per data-parallel rank; steps are updates."""
+    """`training_args`: optimizer and schedule.
+
+    Batch sizes are sizes per data-parallel rank. A step in these keys is one update of the weights.
+    """
 
     ignored = roll.IGNORED_TRAINING_ARGS
-    per_device_train_batch_size: Many = key(8, "number of sequences in a micro-batch, unless tokens limit it")
+    per_device_train_batch_size: Many = key(
+        8, "number of sequences in a micro-batch; ignored if micro-batches are limited by tokens"
+    )
     gradient_accumulation_steps: Many = key(1, "micro-batches in an update")
-    warmup_steps: Count = key(0, "number of updates in which the learning rate rises from 0")
-    warmup_ratio: Fraction = key(0.0, "warm-up as a fraction of all updates, if warmup_steps is 0")
+    warmup_steps: Count = key(0, "number of updates of the warm-up, in which the learning rate rises")
+    warmup_ratio: Fraction = key(0.0, "length of the warm-up as a fraction of all updates; used if warmup_steps is 0")
     lr_scheduler_type: Literal[
         "linear",
         "constant",
@@ -98,9 +110,15 @@ class TrainingArgs(OptimizerKeys):
         "cosine_warmup_with_min_lr",
         "inverse_sqrt",
         "warmup_stable_decay",
-    ] = key("linear", "course of the learning rate after the warm-up; linear: falls to min_lr at the last update")
+    ] = key(
+        "linear",
+        "schedule of the learning rate after the warm-up; linear: the learning rate falls linearly and reaches"
+        " min_lr at the last update",
+    )
     lr_scheduler_kwargs: SchedulerArgs = key(SchedulerArgs(), "arguments of the schedule")
-    max_grad_norm: NotNegative | None = key(None, "maximum gradient norm, overrides the top-level key; 0: no clipping")
+    max_grad_norm: NotNegative | None = key(
+        None, "maximum gradient norm of this role; overrides the top-level key; 0: no clipping"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +126,22 @@ class DataArgs(Section):
     """`data_args`."""
 
     ignored = roll.IGNORED_DATA_ARGS
-    file_name: Texts = key((), "files (JSONL, Parquet), directories or patterns")
-    dataset_dir: str | None = key(None, "further directory in which the files are looked up")
+    file_name: Texts = key((), "files of rows (JSONL or Parquet), directories with such files, or glob patterns")
+    dataset_dir: str | None = key(None, "directory in which files that do not exist elsewhere are looked up")
     domain_interleave_probs: dict[str, NotNegative] = key(
         {}, "fraction of draws from each domain or tag; the fractions sum to 1"
     )
     interleave_probs: Probabilities = key((), "fraction of draws from each entry of file_name; the fractions sum to 1")
-    template: str | None = key(None, "template of a prompt's text; default: the tokenizer's chat template")
-    messages: Name | None = key(
-        None, "column of the prompt as a list of messages, or as its JSON text; for plain text use prompt"
+    template: str | None = key(
+        None, "template with which a prompt is written as text; default: the tokenizer's chat template"
     )
-    prompt: Name | None = key(None, "column of the prompt as plain text; takes precedence over messages")
-    tag: Name | None = key(None, "column of the tag that selects teachers and rewards")
-    id: Name | None = key(None, "column of the row's id")
+    messages: Name | None = key(
+        None,
+        "column with the prompt as a list of messages, or as the JSON text of such a list; for plain text use prompt",
+    )
+    prompt: Name | None = key(None, "column with the prompt as plain text; takes precedence over messages")
+    tag: Name | None = key(None, "column with the tag of a row; the tag selects the row's teachers and rewards")
+    id: Name | None = key(None, "column with the id of a row")
     limit: Positive | None = key(None, "use only the first N rows", OURS)
 
 
@@ -132,9 +153,9 @@ class SamplingKeys(Section):
         1.0, "nucleus sampling: sample from the most likely tokens with this total probability"
     )
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(
-        -1, "sample from the k most likely tokens; 0 or -1: from all"
+        -1, "sample from the k most likely tokens; 0 or -1: sample from all tokens"
     )
-    temperature: Temperature = key(1.0, "divisor of the logits, 0.01 or more; 0: greedy")
+    temperature: Temperature = key(1.0, "number by which the logits are divided, at least 0.01; 0: greedy decoding")
     repetition_penalty: AboveZero = key(1.0, "vLLM's repetition penalty; 1: none")
 
 
@@ -144,7 +165,9 @@ class GeneratingArgs(SamplingKeys):
 
     ignored = roll.IGNORED_GENERATING_ARGS
     max_new_tokens: Positive | None = key(None, "maximum tokens of a response; default: response_length")
-    num_return_sequences: Many | None = key(None, "responses per prompt; default: num_return_sequences_in_group")
+    num_return_sequences: Many | None = key(
+        None, "number of responses per prompt; default: num_return_sequences_in_group"
+    )
     stop_strings: Names | None = key(None, "texts that end a response")
 
 
@@ -153,12 +176,12 @@ class StrategyArgs(Section):
     """`strategy_args`."""
 
     strategy_name: str = key(
-        "", "megatron_train, megatron_infer or vllm; other strategies of ROLL are replaced by the nearest of these"
+        "",
+        "megatron_train, megatron_infer or vllm; any other strategy of ROLL is replaced by the nearest of these three",
     )
     strategy_config: dict[str, Any] | None = key(
         None,
-        "options of the engine: parallel sizes and fields of TransformerConfig for Megatron-core, engine"
-        " arguments for vLLM",
+        "options of the engine; Megatron-core: parallel sizes and fields of TransformerConfig; vLLM: engine arguments",
     )
 
 
@@ -177,8 +200,8 @@ class RouterReplay(Section):
 
     mode: RoutingMode = key(
         "disable",
-        "R3: training routes each token to the experts that the inference engine chose; measure (ours): only count"
-        " the tokens whose experts differ",
+        "R3: training routes each token to the experts that the inference engine chose; measure (a mode that"
+        " ROLL does not have): routing is unchanged, and tokens whose experts differ are counted",
     )
 
 
@@ -197,21 +220,33 @@ class Worker(Section):
         'devices, such as "list(range(0,8))"; without GPUs, devices are slots that share the cores; default: all'
         " devices for the student, the student's devices for other roles",
     )
-    num_gpus_per_worker: Count | None = key(None, "number of devices per engine (sglang, hf_infer)")
-    worker_cls: str | None = key(None, "ROLL's class of the role; the student's ActorPGWorker reads pg_variant")
-    pg_variant: str | None = key(None, "policy loss of the student, read with ROLL's ActorPGWorker")
-    topr_positive_weight: NotNegative = key(1.0, "weight of samples with a reward above 0 (pg_variant topr)")
-    topr_negative_weight: NotNegative = key(1.0, "weight of the other samples (pg_variant topr)")
-    infer_batch_size: Many = key(16, "number of sequences in a micro-batch for log-probs, unless tokens limit it")
-    use_sequence_packing: bool = key(False, "limit micro-batches by tokens, as set in sequence_packing_args")
-    sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
+    num_gpus_per_worker: Count | None = key(
+        None, "with ROLL's strategies sglang and hf_infer: number of devices per engine"
+    )
+    worker_cls: str | None = key(
+        None, "ROLL's class of the role; if the student's class is ActorPGWorker, pg_variant selects the loss"
+    )
+    pg_variant: str | None = key(None, "policy loss of the student; read only if worker_cls is ROLL's ActorPGWorker")
+    topr_positive_weight: NotNegative = key(1.0, "with pg_variant topr: weight of the samples whose reward is above 0")
+    topr_negative_weight: NotNegative = key(
+        1.0, "with pg_variant topr: weight of the samples whose reward is not above 0"
+    )
+    infer_batch_size: Many = key(
+        16, "number of sequences in a micro-batch for log-probs; ignored if micro-batches are limited by tokens"
+    )
+    use_sequence_packing: bool = key(
+        False, "limit the number of tokens in a micro-batch, to the values in sequence_packing_args"
+    )
+    sequence_packing_args: SequencePackingArgs = key(
+        SequencePackingArgs(), "maximum numbers of tokens for use_sequence_packing"
+    )
     router_replay: RouterReplay = key(RouterReplay(), "replay of expert routing, for a mixture-of-experts student")
-    use_dynamic_batching_in_train: bool = key(False, "limit micro-batches for training by tokens")
-    use_dynamic_batching_in_infer: bool = key(False, "limit micro-batches for log-probs by tokens")
+    use_dynamic_batching_in_train: bool = key(False, "limit the number of tokens in a micro-batch for training")
+    use_dynamic_batching_in_infer: bool = key(False, "limit the number of tokens in a micro-batch for log-probs")
     max_tokens_per_microbatch_in_train: Count | None = key(None, "maximum tokens in a micro-batch for training")
     max_tokens_per_microbatch_in_infer: Count | None = key(None, "maximum tokens in a micro-batch for log-probs")
     opd_kl_coef: NotNegative | None = key(None, "weight of this teacher; overrides the top-level key")
-    tag_included: Texts | None = key(None, "tags of the rows that this teacher scores; default: all")
+    tag_included: Texts | None = key(None, "tags of the rows that this teacher scores; default: all tags")
     system_envs: Environment = key({}, "environment variables of the role's processes")
 
 
@@ -219,14 +254,19 @@ class Worker(Section):
 class ContextKeys(Section):
     """The teacher's context, which replaces the student's prompt."""
 
-    system_prompt: str | None = key(None, "system message for the teacher; replaces the row's", OURS)
+    system_prompt: str | None = key(
+        None, "system message for the teacher; replaces the system message of the row", OURS
+    )
     hint: str | None = key(
         None,
-        "text for the teacher only, appended to the user's last message or, if it has {prompt}, placed around that"
-        " message; {ground_truth} and {NAME} are replaced by columns of the row",
+        "text that only the teacher gets. It is appended to the user's last message. If the text has {prompt},"
+        " it replaces that message instead, with the message in place of {prompt}. {ground_truth} and {NAME}"
+        " are replaced by the values of these columns of the row",
         OURS,
     )
-    template: str | None = key(None, "the teacher's template; native: the chat template of its tokenizer", OURS)
+    template: str | None = key(
+        None, "template of the teacher's prompt; native: the chat template of the teacher's tokenizer", OURS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,11 +274,12 @@ class FollowKeys(Section):
     """`follows_student`: a teacher that starts with the student's weights and is updated from them during training."""
 
     update_interval: Positive = key(
-        1, "number of steps between two updates of the teacher's weights", OURS, formerly="every"
+        1, "number of steps from one update of the teacher's weights to the next", OURS, formerly="every"
     )
     ema_decay: Annotated[NotNegative, Field(lt=1)] = key(
         0.0,
-        "decay of an exponential moving average of the student's weights; 0: a copy of the weights",
+        "decay of the exponential moving average of the student's weights; 0: the teacher's weights are a copy"
+        " of the student's",
         OURS,
         formerly="decay",
     )
@@ -246,7 +287,10 @@ class FollowKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalKeys(Section):
-    """A section of a teacher that names a source of its log-probs other than Megatron processes of the run."""
+    """A section that names the source of a teacher's log-probs.
+
+    A teacher without such a section is computed by Megatron processes of the run.
+    """
 
     needs_model: ClassVar[bool] = False  # whether the source reads the weights in model_args.model_name_or_path
 
@@ -256,24 +300,31 @@ class HttpKeys(ExternalKeys):
     """`http`: a teacher on a server that gets token ids and returns log-probs."""
 
     url: Names = key(
-        (), "address of the server; or a list of servers with the same model, among which requests are divided", OURS
+        (),
+        "address of the server, or a list of addresses of servers with the same model; requests are divided"
+        " among these servers",
+        OURS,
     )
     server: Literal["vllm", "vllm_tokens", "sglang", "openai", "tinker"] = key(
         "vllm",
-        "protocol: vllm (completions with prompt_logprobs), vllm_tokens (/inference/v1/generate, exact log-probs of the"
-        " student's top-k), sglang (/generate), openai (completions with echo), tinker (with the package tinker)",
+        "protocol of the server; vllm: completions with prompt_logprobs; vllm_tokens: /inference/v1/generate,"
+        " with exact log-probs of the student's top-k; sglang: /generate; openai: completions with echo;"
+        " tinker: requests of the Python package tinker",
         OURS,
     )
     model_name: Name | None = key(
         None,
-        "name of the model on the server, with tinker also a path tinker://...; default: the only model that it lists",
+        "name of the model on the server; with protocol tinker, a path tinker://... is also accepted. If the"
+        " server lists only one model, the default is this model",
         OURS,
     )
     api_key_env: Name | None = key(None, "environment variable with the API key", OURS)
     concurrency: Many = key(16, "maximum concurrent requests", OURS)
     request_seconds: AboveZero = key(300.0, "timeout of a request", OURS)
     retry_seconds: NotNegative | None = key(
-        None, "time of continuous failures after which the run ends, s; default: wait and warn", OURS
+        None,
+        "time in which all requests fail, after which the run ends, s; default: the run waits and logs warnings",
+        OURS,
     )
 
 
@@ -282,20 +333,24 @@ class TeacherWorker(Worker, ContextKeys):
     """Keys of a teacher: the keys of a role, and the teacher's context."""
 
     prompt_length: Positive | None = key(
-        None, "maximum tokens of the teacher's prompt; default: prompt_length + response_length", OURS
+        None, "maximum tokens of the teacher's prompt; default: the sum of prompt_length and response_length", OURS
     )
     follows_student: FollowKeys | None = key(
-        None, "update the teacher's weights from the student's; default: the teacher is frozen", OURS
+        None, "updates of the teacher's weights from the student's weights; default: the teacher is frozen", OURS
     )
     http: HttpKeys | None = key(
         None,
-        "request the log-probs from a server; model_args.model_name_or_path is then the directory of the teacher's"
-        " tokenizer, without weights; default: the student's tokenizer",
+        "server from which the teacher's log-probs are requested. With http, model_args.model_name_or_path is"
+        " only the directory of the teacher's tokenizer, without weights; if it is not set, the teacher has the"
+        " student's tokenizer",
         OURS,
     )
 
     @property
     def sources(self) -> dict[str, ExternalKeys]:
-        """Key -> section, for sections that name a source of log-probs; empty: Megatron processes of the run."""
+        """The sections that name a source of log-probs, by key.
+
+        The map is empty if Megatron processes of the run compute the log-probs.
+        """
         sections = {name: getattr(self, name) for name in keys_of(type(self))}
         return {name: section for name, section in sections.items() if isinstance(section, ExternalKeys)}
