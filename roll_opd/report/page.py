@@ -1,7 +1,9 @@
-"""Write the report page: one HTML file with inline data, style and scripts, and a policy that forbids other content.
+"""Write the report page: one HTML file that contains its data, its styles and its scripts.
 
-The scripts (`assets/*.js`) insert text as text, never as HTML. The data is JSON, escaped so that it cannot close its
-`<script>` element.
+The Content-Security-Policy of the page forbids all other content.
+
+The scripts (`assets/*.js`) insert every text as plain text, never as HTML. The data is JSON, escaped so that it cannot
+close its `<script>` element.
 """
 
 import base64
@@ -183,7 +185,7 @@ def _parts(run: RunRecord) -> list[Any]:
 
 
 def _changes(run: RunRecord) -> dict[str, str]:
-    """Return a map: "changed from step N" -> texts of the settings that a resume changed."""
+    """Return a mapping from "changed from step N" to a text of the settings that the resume at step N changed."""
     found = {}
     for part in _parts(run)[1:]:
         changed = part.get("changed") if isinstance(part, dict) else None

@@ -119,14 +119,17 @@ def mode_of(run: RunRecord) -> str:
 
 
 def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return the rows, with `SURPRISE` added if the entropy was not measured."""
+    """Return copies of the rows. If no row has a measured entropy, `SURPRISE` is added to the copies."""
     if any("actor/entropy" in row for row in rows):
         return [dict(row) for row in rows]
     return [{**row, **({SURPRISE: -row[STUDENT_LOGPROB]} if STUDENT_LOGPROB in row else {})} for row in rows]
 
 
 def charts(rows: Sequence[Mapping[str, float]], mode: str, *, of_games: bool = False) -> list[dict[str, Any]]:
-    """Return the panels that have values, as data for the page; set `of_games` for a run in environments."""
+    """Return the panels that have values, as data for the page.
+
+    If `of_games` is set, the validation panel describes games instead of prompts.
+    """
     panels = [_as_games(panel) if of_games else panel for panel in _panels(rows, mode)]
     drawn = [_chart(panel, rows) for panel in panels]
     return [chart for chart in drawn if chart["lines"]]
@@ -142,7 +145,8 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
     """Return a row for each line of the panels, with the values before and after training and the teacher's value.
 
     For validation metrics these are the first and the last value; for other metrics, the means over the first and the
-    last tenth of the steps. Unless the settings are `comparable`, differences between steps are not judged.
+    last tenth of the steps. Set `comparable` to False if the settings changed during the run. The rows of these other
+    metrics then do not state whether the difference is noise.
     """
     table = []
     for panel in _panels(rows, mode):
@@ -168,12 +172,12 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
 
 
 def _as_reward(panel: Panel) -> Panel:
-    """Return the validation panel, retitled as a mean reward for rewards other than 0 and 1."""
+    """Return the validation panel with the title and the text of a mean reward, for rewards other than 0 and 1."""
     return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
 
 
 def _as_games(panel: Panel) -> Panel:
-    """Return a validation panel with texts about games, and other panels unchanged."""
+    """Return the panel. The text of a validation panel is replaced by a text about games."""
     if panel.lines[0][0] != ACCURACY:
         return panel
     if panel.title == "Validation reward":

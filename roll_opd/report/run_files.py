@@ -79,7 +79,7 @@ def find_run(path: Path) -> Path:
         if any((place / name).exists() for name in RUN_FILES):
             return place.resolve()
     if not path.is_dir():
-        raise NoRun(f"{path}: no such directory; name a run directory, such as output/demo/latest")
+        raise NoRun(f"{path}: no such directory; pass the path of a run directory, such as output/demo/latest")
     raise NoRun(f"{path} is not a run directory, as it has none of {', '.join(RUN_FILES)}")
 
 

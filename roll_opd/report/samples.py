@@ -131,7 +131,7 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
-    """Return the recorded values of each response token, by column; None at observed tokens."""
+    """Return the recorded columns, with one value for each response token. The value of an observed token is None."""
     sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
     by = limited(row.get("by") or STUDENT)  # the model whose log-probs the sampler recorded
     given = {
@@ -164,7 +164,10 @@ def _hits(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
-    """Return (first shown token, 1 for action or 0 for observed, turn number) of each unbroken run of shown tokens."""
+    """Return [first token, kind, turn number] of each unbroken run of shown tokens.
+
+    The kind is 1 for action tokens and 0 for observed tokens.
+    """
     turns: list[list[int]] = []
     number = 0
     shown = {place: at for at, place in enumerate(kept)}
@@ -201,7 +204,10 @@ def _masked(
 
 
 def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]:
-    """Return the chunk of each shown token (number of student tokens, teacher tokens as text), None without a chunk."""
+    """Return the chunk of each shown token, or None for a token that belongs to no chunk.
+
+    A chunk has the number of its student tokens and the texts of its teacher tokens.
+    """
     by_token: dict[int, list[Any]] = {}
     for chunk in _list(given):
         if isinstance(chunk, list) and len(chunk) == 3 and all(isinstance(one, int) for one in chunk[:2]):

@@ -147,7 +147,7 @@ def _is_a_word(run: str, text: str, end: int) -> bool:
 
 
 def _with_text(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the option whose text is `text`; None if no option or several have it."""
+    """Return the option whose text is `text`; None if no option, or more than one option, has this text."""
     same = [letter for letter, option in options.items() if short_answers.same_text(text, option)]
     return frozenset(same) if len(same) == 1 else None
 

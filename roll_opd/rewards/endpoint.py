@@ -44,9 +44,11 @@ _log = logging.getLogger(__name__)
 
 
 class GaveUp(Exception):
-    """A request has failed after all retries; `kind` is a short name for counting, the text has place and remedy.
+    """A request has failed after all retries.
 
-    `is_final`: the server refused the request permanently, so that repeating it is useless.
+    Failures are counted by their `kind`. The message contains the URL and a remedy.
+
+    `is_final` is set if the server refused the request permanently, so that another attempt is useless.
     """
 
     def __init__(self, kind: str, message: str, is_final: bool = False) -> None:
@@ -75,7 +77,7 @@ class RequestLimits:
 
 
 class AttemptFailed(Exception):
-    """One attempt failed; `again`: another attempt may succeed, after at least `pause` seconds."""
+    """One attempt failed. If `again` is set, another attempt may succeed after at least `pause` seconds."""
 
     def __init__(self, kind: str, detail: str, again: bool = True, pause: float = 0.0) -> None:
         super().__init__(detail)
@@ -98,8 +100,8 @@ class Endpoint:
         """Check the URL and the headers; error messages never contain headers or the URL's query.
 
         Args:
-            advice: kind of failure -> what to do.
-            gives_up: if False, retries have no time limit.
+            advice: the remedy for each kind of failure.
+            gives_up: whether retries end after `retry_seconds`; if False, the time for retries is not limited.
         """
         self._method = method
         self._retry_seconds = limits.retry_seconds if gives_up else math.inf
@@ -137,7 +139,7 @@ class Endpoint:
                 return answer
 
     def _bind_to_loop(self) -> None:
-        """Create the client and locks of the running event loop, once."""
+        """Create the client and the locks at the first call in the running event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -181,7 +183,10 @@ class Endpoint:
         self._resume_at = max(self._resume_at, now + max(pause, failed.pause))
 
     def _down_for(self, arrived: float, now: float) -> float:
-        """Return how many seconds a request made at `arrived` has waited in the current outage; 0 without an outage."""
+        """Return the seconds that a request has waited in the current outage; 0 without an outage.
+
+        The request was made at time `arrived`.
+        """
         return now - max(arrived, self._failing_since) if self._down else 0.0
 
     async def _attempt(self, content: bytes, read: Callable[[Any], Answer], arrived: float) -> Answer:
@@ -251,7 +256,11 @@ class Endpoint:
 
 
 def _delay(failing_for: float) -> float:
-    """Return the delay before a retry: the time since the first failure (exponential backoff), with jitter."""
+    """Return the delay before a retry.
+
+    The delay is the time since the first failure, between `FIRST_DELAY` and `MAX_DELAY`, with jitter. It therefore
+    grows exponentially.
+    """
     return random.uniform(0.5, 1.0) * min(max(failing_for, FIRST_DELAY), MAX_DELAY)
 
 
@@ -284,7 +293,7 @@ def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
     for name, value in headers.items():
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
             raise RewardError(
-                f"the header {name} (of the key or of headers) is not a line of printable ASCII; correct it"
+                f"the header {name} (of the key or of headers) is not a line of printable ASCII; correct its value"
             )
     return dict(headers)
 
@@ -294,7 +303,7 @@ Messages = list[dict[str, str]]
 Complete = Callable[[Messages, Counter[str]], Awaitable[str]]
 
 CHAT_ADVICE = {
-    **dict.fromkeys(("http_401", "http_403"), "check judge_api_key, or the environment variable of api_key_env"),
+    **dict.fromkeys(("http_401", "http_403"), "check judge_api_key, or the environment variable named in api_key_env"),
     "http_404": "check judge_api_url and judge_model_name",
     **dict.fromkeys(("http_400", "http_422"), "check judge_model_name, max_tokens and extra_body"),
 }

@@ -33,13 +33,16 @@ class RewardSample:
 
     @property
     def prompt(self) -> str:
-        """Text of the rendered prompt. Neither this text nor `response` has special tokens."""
+        """Text of the rendered prompt. Special tokens are contained neither in this text nor in `response`."""
         return self.read_prompt()
 
 
 @dataclass(frozen=True)
 class Score:
-    """The score of one sample. A plain number is short for `Score(number)`, None for `Score(None)`."""
+    """The score of one sample.
+
+    A reward may return a plain number in place of `Score(number)`, and None in place of `Score(None)`.
+    """
 
     value: float | None  # finite value; None: the reward does not apply to this sample
     # values that are logged by name and not added to the value
@@ -63,7 +66,10 @@ Scores = Sequence[Score | Failure | float | None]
 
 
 class RewardFunction(Protocol):
-    """Callable that scores a batch in order; calls are concurrent, from any thread. Coroutine functions are awaited."""
+    """Callable that returns the scores of a batch in the order of its samples.
+
+    It is called concurrently and from any thread. Coroutine functions are awaited.
+    """
 
     def __call__(self, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]: ...
 
@@ -74,7 +80,7 @@ def read_scores(scores: Scores, samples: Sequence[RewardSample], name: str) -> l
         raise RewardError(f"reward {name} returned {type(scores).__name__}; return a list with one score per sample")
     if len(scores) != len(samples):
         raise RewardError(
-            f"reward {name} returned {len(scores)} scores for {len(samples)} samples; return one score each"
+            f"reward {name} returned {len(scores)} scores for {len(samples)} samples; return one score per sample"
         )
     return [_read(score, sample.id, name) for score, sample in zip(scores, samples, strict=True)]
 

@@ -36,8 +36,10 @@ ReadVerdict = Callable[[str], Verdict | None]  # None: no verdict found
 
 
 def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict:
-    """Return a parser that reads the last match (the first group, if the pattern has one): a number, or a word such as
-    YES."""
+    """Return a parser that reads a number, or a word such as YES, from the last match of `pattern`.
+
+    If the pattern has groups, the parser reads the first group that matched, otherwise the whole match.
+    """
 
     def read(text: str) -> Verdict | None:
         matches = list(pattern.finditer(_without_thought(text)))
@@ -51,7 +53,10 @@ def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict
 
 
 def by_json(keys: Sequence[str], low: float, high: float) -> ReadVerdict:
-    """Return a parser of the last JSON object with all `keys`; the score is the mean value, each value is a part."""
+    """Return a parser that reads the last JSON object with all `keys`.
+
+    The score is the mean of the values of `keys`, and each of these values is a part.
+    """
 
     def read(text: str) -> Verdict | None:
         found = None
@@ -240,7 +245,7 @@ _PLACE = re.compile(  # question and reference are ROLL's names
 def check_template(template: str, where: str) -> None:
     """Raise `RewardError` for a template without the response."""
     if "{response}" not in template:
-        raise RewardError(f"{where} has no {{response}}, so the judge would not see it; add it")
+        raise RewardError(f"{where} has no {{response}}, so the judge would not see the response; add {{response}}")
 
 
 def filled(template: str, sample: RewardSample) -> str | None:

@@ -59,7 +59,10 @@ class CrossThinkQA:
 
 
 def _judge(sample: RewardSample) -> Score:
-    """Grade a sample 1.0 or 0.0, with the part `boxed`; as multiple choice if the ground truth names options."""
+    """Return a score of 1.0 or 0.0, with the part `boxed`.
+
+    The sample is graded as multiple choice if its ground truth names options, and as a short answer otherwise.
+    """
     truth = sample.ground_truth
     if truth is None:
         return Score(None, reason="no ground truth")
@@ -75,7 +78,10 @@ def _judge(sample: RewardSample) -> Score:
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Return whether two short answers have equal text or, if `gold` has digits or LaTeX, equal value."""
+    """Return whether two short answers have the same text.
+
+    If `gold` has digits or LaTeX, two answers with the same value are equal too.
+    """
     if short_answers.same_text(answer, gold):
         return True
     if not _MATHEMATICAL.search(gold):

@@ -40,7 +40,10 @@ def f1(answer: str, gold: str) -> float:
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the first number (after an equals sign) in the boxed or announced answer, else the text's last number."""
+    """Return the first number in the boxed or announced answer, else the last number of the text.
+
+    If the answer has an equals sign, only the part after its last equals sign is read.
+    """
     boxed = short_answers.last_boxed(text)
     for part in short_answers.announced(text) if boxed is None else (boxed,):
         numbers = _numbers(part.rpartition("=")[2])

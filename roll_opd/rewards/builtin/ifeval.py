@@ -25,7 +25,10 @@ class Unjudgeable(ValueError):
 
 @register("ifeval")
 class IFEval:
-    """Instruction-following score; `loose`: the paper's loose accuracy; `partial`: the followed fraction.
+    """Score for following the instructions of a row.
+
+    With `loose`, an instruction is checked as in the paper's loose accuracy. With `partial`, the score is the fraction
+    of followed instructions.
 
     The part `followed` is always the fraction of followed instructions. Text before `</think>` is ignored.
     """
@@ -49,13 +52,18 @@ class IFEval:
 
 
 def strict_view(text: str) -> list[str]:
-    """Return the text as the only view; no view for blank text, which follows no instruction."""
+    """Return a list with the text as the only view.
+
+    The list is empty for blank text, so that blank text follows no instruction.
+    """
     return [text] if text.strip() else []
 
 
 def loose_views(text: str) -> list[str]:
-    """Return views of the text: all of it, or without the first line, last line or both; each with and without
-    asterisks.
+    """Return the views of a text that count for the loose accuracy.
+
+    The views are the whole text, the text without its first line, the text without its last line, and the text without
+    both lines. Each of these views is returned with and without asterisks.
 
     An instruction counts as followed if one of the views follows it.
     """

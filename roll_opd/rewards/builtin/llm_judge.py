@@ -46,7 +46,10 @@ ENDPOINT_ARGUMENTS = """
     endpoint_arguments=frozenset(ENDPOINT_ARGUMENTS.split()),
 )
 class LLMJudge:
-    """Score in 0..1 from a judge's verdict on each sample; None if the row lacks a field of the template."""
+    """Score from 0 to 1 that is read from a judge's verdict on each sample.
+
+    The score is None if the row lacks a field of the prompt template.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,10 @@ class LLMJudge:
         concurrency: int = 16,
         requests_per_minute: float | None = None,
     ) -> None:
-        """Create the judge with the keys of docs/rewards/llm_judge.md; `complete` calls an engine of this run."""
+        """Create the judge. The keys are described in docs/rewards/llm_judge.md.
+
+        `complete` calls the judge if the judge is an inference engine of this run.
+        """
         if judge_model_type not in ("api", "inference"):
             raise RewardError(f"judge_model_type: {judge_model_type!r} is not api or inference")
         if not isinstance(cache_size, int) or cache_size < 0:
@@ -110,7 +116,10 @@ class LLMJudge:
         return Score(verdict.value, verdict.parts, errors=dict(errors))
 
     async def _judge(self, messages: Messages, errors: Counter[str]) -> Verdict:
-        """Request a verdict; a retry includes the previous answer, as the same prompt would get the same answer."""
+        """Request a verdict from the judge.
+
+        A retry includes the previous answer, because the judge would probably give the same answer to the same prompt.
+        """
         text = await self._complete(messages, errors)
         for _ in range(VERDICT_ATTEMPTS - 1):
             verdict = self._read(text)
@@ -144,7 +153,7 @@ def _prompt(name: str | None, file: str | None) -> JudgePrompt:
         raise RewardError("judge_prompt and prompt_file are both set; remove one of the two")
     path = find_path(file)
     if path is None or not path.is_file():
-        raise RewardError(f"prompt_file: no file {file!r} from {places()}; set the path of a text file")
+        raise RewardError(f"prompt_file: there is no file {file!r} in {places()}; set the path of a text file")
     try:
         template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

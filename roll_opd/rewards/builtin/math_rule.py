@@ -1,8 +1,8 @@
 r"""`math_rule`: the reward is 1.0 for an exactly right mathematical answer, else 0.0.
 
-`final_answer` finds the answer in the text, `notation` normalises it, `equality` compares it with the ground truth:
-numbers are compared exactly, as fractions; math-verify compares LaTeX expressions and sets in separate processes,
-because an answer can keep a computer algebra system busy forever.
+`final_answer` finds the answer in the text, `notation` normalises it, and `equality` compares it with the ground truth.
+Numbers are compared exactly, as fractions. LaTeX expressions and sets are compared by math-verify, which runs in
+separate processes because an answer can keep a computer algebra system busy forever.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ from roll_opd.rewards.reward_registry import register
 ADVICE = {
     **dict.fromkeys(("http_401", "http_403"), "check headers"),
     "http_404": "check url",
-    **dict.fromkeys(("http_400", "http_422"), "the server rejects the format of the samples, check its log"),
+    **dict.fromkeys(("http_400", "http_422"), "the server rejects the format of the samples; check the server log"),
     "broken_json": 'the server must return {"rewards": [...]}, one per sample',
 }
 
@@ -34,7 +34,7 @@ class Remote:
     ) -> None:
         """Create the client with the keys of docs/rewards/remote.md."""
         if not url:
-            raise RewardError("remote needs url, such as http://host:8000/score; write it")
+            raise RewardError("remote needs url; write the URL of the server, such as http://host:8000/score")
         limits = RequestLimits(request_seconds, retry_seconds, concurrency, requests_per_minute)
         self._endpoint = Endpoint(url, headers or {}, limits, ADVICE)
 

@@ -1,7 +1,8 @@
 """Checks of IFEval's 25 instructions (Zhou et al. 2023, arXiv 2311.07911) by name.
 
-A check takes the text, and the instruction's arguments under their names in the rows. Words and sentences are counted
-in time linear in the text; languages are detected by langdetect, as IFEval's authors do.
+A check takes the text as its first argument. Its other arguments are the instruction's arguments, which have the same
+names as in the rows. Words and sentences are counted in time linear in the text; languages are detected by langdetect,
+as IFEval's authors do.
 """
 
 import json

@@ -67,7 +67,10 @@ def same_set(gold: str, answer: str) -> bool:
 
 
 def contradict(value: str, rounding: str) -> bool:
-    """Return whether `value` is a real number that is not equal to the decimal `rounding` when rounded or truncated."""
+    """Return whether `value` is a real number that gives `rounding` neither by rounding nor by truncation.
+
+    `rounding` is a decimal.
+    """
     number = _read(value)
     if number.free_symbols or not _is_expression(number):
         return False

@@ -191,7 +191,11 @@ def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) 
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Return both answers without "x =" or "x in" if only one has it, or if both define a function."""
+    """Return both answers without a prefix such as "x =" or "x in".
+
+    The prefix is removed if only one answer has a prefix, if both answers have the same one, or if both define a
+    function.
+    """
     golds, answers = split_outside(gold, _EQUALS), split_outside(answer, _EQUALS)
     if len(golds) > 1 and len(answers) > 1:
         if _squeezed(golds[0]) == _squeezed(answers[0]) and NAME.fullmatch(golds[0].strip()):
@@ -208,10 +212,11 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _agree(sides: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether no two sides of "a ≈ b ≈ c" contradict each other; this rejects lists of guesses.
+    """Return whether no two sides of "a ≈ b ≈ c" contradict each other, so that lists of guesses are rejected.
 
-    If a side is a decimal, it must be a rounding of every other side; two sides without decimals must be equal. Names
-    match any value. If the text has only two sides and a letter, they need not be equal.
+    If one of two sides is a decimal, it must be a rounding or a truncation of the other side. If neither side is a
+    decimal, the two sides must be equal. However, they need not be equal if the text has no other sides and one of the
+    two contains a letter. A name matches any value.
     """
     texts = [split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides]
     texts = [text for text in texts if text and not (NAME.fullmatch(text) and text != "\\pi")]
@@ -240,7 +245,7 @@ def _scale(decimal: re.Match[str]) -> Fraction:
 
 
 def _contradict(text: str, rounding: str, algebra: Algebra) -> bool:
-    """Return whether `text` is a number that is not equal to the decimal `rounding` when rounded or truncated."""
+    """Return whether `text` is a number that gives the decimal `rounding` neither by rounding nor by truncation."""
     decimal = _DECIMAL.fullmatch(rounding)
     assert decimal
     scale = _scale(decimal)
@@ -259,7 +264,7 @@ def _without_percent(text: str) -> str:
 
 
 def _values(sides: Sequence[str]) -> list[str]:
-    """Return the numeric sides of "a ≈ b", or all sides if none is numeric."""
+    """Return the sides of "a ≈ b" that are numeric, or all sides if no side is numeric."""
     texts = {side.strip(): split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides}
     found = [
         side
@@ -298,7 +303,10 @@ def _is_set(members: Sequence[str]) -> bool:
 
 
 def _as_one_set(members: Sequence[str], text: str) -> str:
-    """Join members into one set: inequalities intersect unless "or" separates them; intervals form a union."""
+    """Join members into one set.
+
+    Inequalities are intersected unless the text has the word "or". All other members form a union.
+    """
     together = all(map(_RELATION.search, members)) and not re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text)
     return ("\\cap " if together else "\\cup ").join(exact(member) for member in members)
 

@@ -44,7 +44,10 @@ _END = re.compile(r"</?\w|<\||\n|\.\s+[A-Z]|\.?\**\s*$|,?\s+(?:because|since|as|
 
 
 def final_answer(text: str, numeric: bool = True) -> str | None:
-    """Return the final answer of `text`, None if there is none; `numeric`: the answer is known to be a number."""
+    """Return the final answer of `text`, or None if the text has no answer.
+
+    Set `numeric` if the answer is known to be a number.
+    """
     text = text[-MAX_TEXT:]
     _, thought, text = text.rpartition("</think>")
     if not thought and "<think>" in text:  # truncated within the thought
@@ -59,7 +62,10 @@ def final_answer(text: str, numeric: bool = True) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """Return the content of the last box, joined with the preceding boxes if they form a list."""
+    """Return the content of the last box.
+
+    If the boxes before it belong to the same list ("and", "or" or a comma joins them), their contents are included.
+    """
     inside: list[str] = []
     following = len(text)  # start of the next box
     for box in reversed(list(_BOX.finditer(text))):

@@ -2,7 +2,7 @@
 
 Decimals become exact fractions, so that no floats are compared: 0.333 is not 1/3. Matching a pattern takes time linear
 in the text, which has at most `MAX_EXPRESSION` characters. The parsers return the members of a list, the coordinates of
-a point, or values by name.
+a point, or the values of named variables.
 """
 
 import re
@@ -113,7 +113,7 @@ _MILLIONS = re.compile(rf"(?<=[\d}}])\s*({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])
 
 
 def plain(text: str) -> str:
-    """Normalise wrappers, spaces, synonyms and thousands separators of a text."""
+    """Normalise a text: its spaces, synonyms, thousands separators, and the signs that enclose the text."""
     if _BARE.fullmatch(text):  # fast path for most answers
         return text
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
@@ -143,7 +143,7 @@ def exact(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Return a text without enclosing dollars, stars and braces and trailing punctuation."""
+    """Return a text without the dollars, stars and braces that enclose it, and without its trailing punctuation."""
     for _ in range(4):
         text = text.strip().strip("*").rstrip(".;:,").lstrip(":=").strip()
         if text.endswith("\\"):

@@ -2,8 +2,9 @@ r"""Process pool for `algebra` with a hard CPU-time limit per question.
 
 math-verify limits its time with signals, which work in the main thread only and cannot interrupt one long integer
 operation; `\boxed{9^{9^9}}` then hangs a run. Here a process that exceeds the limit is killed and replaced. The limit
-is CPU time, so that a verdict does not depend on the machine's load. Up to `PROCESSES` processes start on first use.
-They end with their parent, when their input closes; an alarm ends a busy process.
+is CPU time, so that a verdict does not depend on the machine's load. Up to `PROCESSES` processes start on first use. A
+process ends when its input closes, which happens at the end of the parent process. If the process is busy, an alarm
+ends it.
 """
 
 import json
@@ -47,7 +48,10 @@ class Busy(Exception):
 
 
 class TimedAlgebra:
-    """Implements `equality.Algebra` for one pair of answers, with `seconds` of CPU time for all questions together."""
+    """Implementation of `equality.Algebra` for one pair of answers.
+
+    All questions about the pair together have `seconds` of CPU time.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
@@ -90,7 +94,7 @@ class _Process:
     def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[str | None, float]:
         """Return (reply, CPU seconds); the reply is empty if the process died, None if it was killed after a timeout.
 
-        The question is one call of `algebra`.
+        `question` is the name of the function of `algebra` that compares the two answers.
         """
         assert self.process.stdin is not None
         before = self._processor_seconds()

@@ -1,7 +1,7 @@
 """Units of answers: "12 cm", "5 miles per hour", "\\$18", "72 clips".
 
-An answer without a unit gets the other answer's unit, because the question names it. Units of the same dimension are
-converted (3 m = 300 cm); unknown unit words must be equal.
+An answer without a unit gets the unit of the other answer, because the question usually names the unit. Units of the
+same dimension are converted (3 m = 300 cm); unknown unit words must be equal.
 """
 
 import re
@@ -73,7 +73,11 @@ _WORDS = re.compile(r"[A-Za-z$€£]+|/|\^-?\d")
 
 @dataclass(frozen=True)
 class PhysicalUnit:
-    """A unit. `kinds` has the power of each dimension, and is None for unknown words; `size` is in base units."""
+    """A physical unit.
+
+    `kinds` has pairs of a dimension and its exponent, such as ("length", 2) for an area. It is None if the words of the
+    unit are unknown. `size` is the size of the unit in base units.
+    """
 
     words: frozenset[str]
     kinds: frozenset[tuple[str, int]] | None = None
