@@ -153,7 +153,7 @@ def _prompt(name: str | None, file: str | None) -> JudgePrompt:
         raise RewardError("judge_prompt and prompt_file are both set; remove one of the two")
     path = find_path(file)
     if path is None or not path.is_file():
-        raise RewardError(f"prompt_file: there is no file {file!r} in {places()}; set the path of a text file")
+        raise RewardError(f"prompt_file: no file {file!r} in {places()}; set the path of a text file")
     try:
         template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
