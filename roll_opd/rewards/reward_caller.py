@@ -1,8 +1,10 @@
-"""Call a reward with a timeout, and return one result per sample: a failing batch is retried sample by sample.
+"""Call a reward with a timeout, and return one result per sample.
 
-A plain function runs in a thread, which cannot be stopped: a call that times out is counted in `hung`, and the owner of
-the process replaces it. Exceptions that would affect the event loop (SystemExit, CancelledError, StopIteration) become
-failures of the sample.
+If the call for a batch fails, the reward is called again for each sample of the batch.
+
+A plain function runs in a thread, which cannot be stopped. A call that times out is therefore counted in `hung`, and
+the owner of the process replaces the process. Exceptions that would affect the event loop (SystemExit, CancelledError,
+StopIteration) become failures of the sample.
 """
 
 import asyncio
@@ -34,7 +36,11 @@ class Caller:
     def __init__(
         self, name: str, reward: RewardFunction, executor: Executor, timeout: float | None = None, most_calls: int = 256
     ) -> None:
-        """`timeout`: seconds per sample; None: the reward sets a limit itself. `most_calls`: concurrent calls."""
+        """Create a caller.
+
+        `timeout` is in seconds per sample; if it is None, the reward limits its time itself. `most_calls` is the
+        maximum number of concurrent calls.
+        """
         self._name, self._reward, self._executor, self._timeout = name, reward, executor, timeout
         self._calls = asyncio.Semaphore(most_calls)
         self._is_async = inspect.iscoroutinefunction(reward)
@@ -70,7 +76,9 @@ class Caller:
     def _failure(self, error: Exception) -> Failure:
         if isinstance(error, TimeoutError):
             allowed = (
-                "" if self._timeout is None else f" after {self._timeout:g} s; raise its timeout, or make it faster"
+                ""
+                if self._timeout is None
+                else f" after {self._timeout:g} s; raise the timeout, or make the reward faster"
             )
             return Failure(TIMEOUT, f"reward {self._name} ran out of time{allowed}")
         raised = error.error if isinstance(error, _Raised) else error

@@ -1,8 +1,8 @@
 """`REWARDS` registry: find a reward by registered name, ROLL's class path, or dotted path.
 
 A function is itself the reward; it is called with the configured arguments. A class is instantiated once with these
-arguments, and its method `score` is the reward. Functions with the signature of verl or TRL are rejected; the error has
-the source of an adapter.
+arguments, and its method `score` is the reward. A function with the signature of verl or TRL is rejected; the error
+message contains the source code of an adapter.
 """
 
 import inspect
@@ -53,7 +53,8 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> 
     """Return reward `worker` with `args` bound.
 
     `worker` is a registered name, a ROLL class path (`roll.pipeline....MathRuleRewardWorker`) or a dotted path to a
-    user's function or class. A class gets `given` as its first arguments. Raises `RewardError` with the known names.
+    user's function or class. If `worker` is a class, `given` are the first arguments of its constructor. If `worker` is
+    unknown, the `RewardError` lists the known names.
     """
     found = _checked(worker, args, given)
     if not inspect.isclass(found):
@@ -84,8 +85,8 @@ def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...]
         if not is_class and is_foreign(found, args or ()):
             raise RewardError(
                 f"reward {worker}: its signature is {found.__name__}{inspect.signature(found)}, expected"
-                " score(samples, **arguments) with a number for each sample; add this to the module and use"
-                f" score as the worker:\n{indent(adapter(found), ' ' * 8)}\n       "
+                " score(samples, **arguments) with a number for each sample; add this function to the module and use"
+                f" it as the worker:\n{indent(adapter(found), ' ' * 8)}\n       "
             )
         inspect.signature(found).bind(*(given if is_class else ("samples",)), **(args or {}))
     except TypeError as error:
@@ -135,7 +136,10 @@ _NEVER_SAMPLES = {"completions", "prompts", "data_source", "data_sources", "solu
 
 
 def is_foreign(reward: Callable[..., Any], arguments: Collection[str] = ()) -> bool:
-    """Return whether a function has another system's signature; `arguments` come from the configuration."""
+    """Return whether a function has the signature of another system, such as verl or TRL.
+
+    `arguments` are the names of the arguments that the configuration sets.
+    """
     taken = [parameter for parameter in _named(reward) if parameter.name not in arguments]
     if not taken or taken[0].name in ("sample", "samples"):
         return False

@@ -1,7 +1,7 @@
 r"""Extraction and normalisation of final answers: last `\boxed{...}`, else "the answer is", else the last line.
 
-Every function takes time linear in its text. Regular expressions from users and rows have a timeout. They use the
-package `regex`, because Python's engine cannot be stopped in the middle of `(a+)+b`.
+Every function takes time linear in its text. Regular expressions from users and rows have a timeout. They are matched
+by the package `regex`, because Python's module `re` cannot be stopped while it matches a pattern such as `(a+)+b`.
 """
 
 import json
@@ -63,14 +63,20 @@ def last_boxed(text: str) -> str | None:
 
 
 def announced(text: str) -> list[str]:
-    """Return the rest of the line after "the answer is", "Answer:", "答案是" or `<answer>`; the last comes first."""
+    """Return the rest of the line after each "the answer is", "Answer:", "答案是" or `<answer>`.
+
+    The list starts with the last announcement of the text.
+    """
     marks = [mark.end() for mark in _MARK.finditer(text)][-MAX_MARKS:]
     tails = [text[end : end + REACH].lstrip() for end in reversed(marks)]
     return [tail.partition("\n")[0].partition("</answer>")[0].strip() for tail in tails]
 
 
 def last_line(text: str) -> str:
-    """Return the last line of `text` that is not blank (of a long line, its end); empty if there is none."""
+    """Return the last line of `text` that is not blank; empty if there is none.
+
+    Of a long line, only the end is returned.
+    """
     return text.rstrip().rpartition("\n")[2].strip()[-REACH:]
 
 
@@ -111,7 +117,7 @@ def normalized(text: str, how: Collection[Normalization] = tuple(NORMALIZATIONS)
 
 
 def same_text(one: str, other: str) -> bool:
-    """Return whether two answers are equal up to decoration, case, articles and punctuation."""
+    """Return whether two answers are equal, ignoring Markdown and LaTeX decoration, case, articles and punctuation."""
     one, other = (normalized(undecorated(text)) for text in (one, other))
     return bool(one) and one == other
 
@@ -151,7 +157,10 @@ def compiled(reward: str, key: str, pattern: object) -> Pattern:
 
 
 def matches(pattern: Pattern, text: str, whole: bool) -> bool:
-    """Return whether a part of the text matches, or the whole text if `whole`; raises `PatternTimeout`."""
+    """Return whether a part of the text matches; raises `PatternTimeout`.
+
+    If `whole` is set, the whole text must match.
+    """
     match = pattern.fullmatch if whole else pattern.search
     try:
         return match(text, timeout=SECONDS) is not None

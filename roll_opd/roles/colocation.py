@@ -16,7 +16,7 @@ from roll_opd.models.device_phases import Move, Phase, PhaseError, PhaseMachine,
 
 
 class DeviceScheduler:
-    """Loads and offloads the roles of a run, as the current phase (see `enter`) and the calls require."""
+    """Loads and offloads the roles of a run when the current phase (see `enter`) or a call requires it."""
 
     def __init__(self, members: Sequence[PhaseMember] = ()) -> None:
         """Create a scheduler for members that have not started yet; see `everywhere`."""
@@ -26,7 +26,7 @@ class DeviceScheduler:
         self._changed = asyncio.Condition()
 
     def everywhere(self) -> "DeviceScheduler":
-        """Mark all members as started, with all their parts on the devices; return self."""
+        """Record that all members have started and hold all their memory on the devices; return self."""
         self._state = self._machine.everywhere()
         return self
 
@@ -36,7 +36,7 @@ class DeviceScheduler:
         return bool(self._state.blank)
 
     def engines_have_weights(self) -> None:
-        """Mark all engines as having weights."""
+        """Record that all engines have weights."""
         self._state = self._machine.sent(self._state)
 
     def takes_turns(self, name: str) -> bool:
@@ -49,14 +49,17 @@ class DeviceScheduler:
         return name in members and other in members and members[name].meets(members[other])
 
     def join(self, name: str, group: Any) -> Any:
-        """Return the group through which a role is called; in the group of a member, each call waits for its turn."""
+        """Return the group through which a role is called.
+
+        If the role is a member, each call to the group waits for the role's turn.
+        """
         if name not in self._machine.members:
             return group
         self._groups[name] = group
         return ScheduledGroup(name, group, self)
 
     async def enter(self, phase: Phase) -> None:
-        """Start a phase. Raises RunError if it cannot follow the current phase."""
+        """Start a phase. Raises RunError if the engines would generate in the phase, but have no weights."""
         if not self._machine.members:
             return
         async with self._changed:
@@ -65,13 +68,16 @@ class DeviceScheduler:
 
     @asynccontextmanager
     async def turn(self, name: str, method: str) -> AsyncIterator[None]:
-        """Keep a member on its devices inside the block for one call. Raises RunError if the phase forbids the call."""
+        """Load a member and keep it on its devices inside the block, in which the caller makes one call to the member.
+
+        Raises RunError if the phase forbids the call.
+        """
         async with self._working(name, lambda: self._machine.act(self._state, name, method)):
             yield
 
     @asynccontextmanager
     async def starting(self, name: str) -> AsyncIterator[None]:
-        """Reserve the devices of a role for the block in which its processes load their model."""
+        """Reserve the devices of a role inside the block, in which the processes of the role load their model."""
         if name not in self._machine.members:
             yield
             return
@@ -96,7 +102,7 @@ class DeviceScheduler:
         return any(count and self._machine.take_turns(name, other, phase) for other, count in self._at_work.items())
 
     async def _make(self, moves: Callable[[], tuple[list[Move], State]]) -> None:
-        """Make the moves one after another, releases before loads."""
+        """Release and load memory: carry out the moves one after another, in order."""
         try:
             wanted, state = moves()
         except PhaseError as error:
@@ -133,7 +139,10 @@ class ScheduledGroup:
 
     @property
     def actors(self) -> Any:
-        """The processes, without waiting for a turn; only for phases that load the member at their start."""
+        """The processes of the member. A call to them does not wait for a turn.
+
+        Use them only in phases that load the member at their start.
+        """
         return self.group.actors
 
     async def hosts(self) -> list[str]:

@@ -70,7 +70,10 @@ async def next_answer(
     patience: float,
     until: float,
 ) -> Answers | None:
-    """Return the result of `receive`; raises WorkerLost at time `until`, or if `alive` needs more than `patience` s."""
+    """Return the result of `receive`.
+
+    Raises WorkerLost if there is no result at time `until`, or if `alive` takes longer than `patience` seconds.
+    """
     answer = asyncio.ensure_future(receive)
     reply: asyncio.Future[None] | None = None
     try:

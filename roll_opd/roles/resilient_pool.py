@@ -2,7 +2,7 @@
 
 A process gets only as many jobs as it may run concurrently; further jobs wait in the driver until a process has room. A
 job that has lost its process twice runs the third time in a process without other jobs. If this third process is lost
-too, the job counts as the cause, and `settle` gets a `WorkerLost` for it.
+too, the pool assumes that the job causes the losses, and `settle` gets a `WorkerLost` for the job.
 """
 
 import asyncio
@@ -102,9 +102,10 @@ class ResilientPool(Generic[Item, Result]):
         `submit`. If it raises an exception, the job's future raises that exception.
         capacity: maximum concurrent jobs of a worker.
         assign: selects a worker for each job.
-        independent: jobs that are sent together do not depend on each other. A worker then gets a new job whenever one
-        job finishes, not when all have finished; and cancelling a future cancels its job.
-        max_lost: number of lost workers after which the pool ends; None: any number. Losses that a job has caused do
+        independent: whether jobs that are sent together are independent of each other. If they are, a worker gets a
+        new job whenever one of its jobs finishes (not only when all its jobs have finished), and cancelling a future
+        cancels its job.
+        max_lost: number of lost workers that the pool tolerates; None is no limit. A loss that was caused by a job does
         not count.
         """
         self.name, self._spawn, self._settle_job = name, spawn, settle
@@ -193,8 +194,10 @@ class ResilientPool(Generic[Item, Result]):
             job.result.add_done_callback(cancel_unneeded)
 
     async def _follow(self, member: Member, left: dict[int, _Job[Item, Result]]) -> None:
-        """Settle jobs as the worker answers, and remove them from `left`; if the worker is lost, queue the rest
-        again."""
+        """Settle each job when the worker answers it, and remove the job from `left`.
+
+        If the worker is lost, the jobs that remain in `left` are queued again.
+        """
         stream = member.worker.run([job.item for job in left.values()])
         try:
             async for answers in stream:
@@ -268,7 +271,7 @@ class ResilientPool(Generic[Item, Result]):
         del self.members[member.number]
         member.worker.kill()
         self._restarts += 1
-        warn(f"a worker of {self.name} {problem}; a new one replaces it")
+        warn(f"a worker of {self.name} {problem}; a new worker replaces it")
         self._background(self._replace(member.number))
 
     async def _replace(self, number: int) -> None:

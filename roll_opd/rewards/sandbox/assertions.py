@@ -2,9 +2,9 @@
 
 `assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside for the comparison. This works for
 comparisons with a literal anywhere in the code: in a `test_` or `check` function, in a loop, or joined by `and`. Other
-assertions are evaluated inside the sandbox, in the program's process. Only their outcome is reported, so each of these
-assertions must be executed. `check_of_call` splits test cases of APPS, TACO and LiveCodeBench in the same way; they
-call a function or a method of class `Solution`.
+assertions are evaluated inside the sandbox, in the program's process. Because the sandbox reports only whether such an
+assertion holds, each of these assertions must be executed. `check_of_call` splits test cases of APPS, TACO and
+LiveCodeBench in the same way; these test cases call a function, or a method of the class `Solution`.
 """
 
 import ast
@@ -77,7 +77,11 @@ class HiddenCheck:
     called: frozenset[str] = frozenset()  # names of functions and classes in the test
 
     def passes(self, seen: Any, tolerance: float = TOLERANCE) -> bool:
-        """Return whether `seen` meets the expectations; it has untrusted pairs (number of an expectation, value)."""
+        """Return whether `seen` meets the expectations.
+
+        `seen` should be a list of pairs (number of an expectation, value). It comes from the program and is not
+        trusted.
+        """
         reached = set()
         for pair in seen if isinstance(seen, list) else ():
             if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
@@ -108,7 +112,10 @@ def _names_of_the_program(tree: ast.AST) -> set[str]:
 
 
 def _has_members(node: ast.expr) -> bool:
-    """Return whether an iterable is surely non-empty: a literal, or a range of literals, also in enumerate or zip."""
+    """Return whether an iterable certainly has a member.
+
+    This is known for a literal and for a range of literals, also inside enumerate, zip, reversed or sorted.
+    """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in ("enumerate", "zip", "reversed", "sorted"):
             return bool(node.args) and all(map(_has_members, node.args))
@@ -179,7 +186,10 @@ class _Hider(ast.NodeTransformer):
 
 
 def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> HiddenCheck:
-    """Return the check of one call; `wrapped`: the answer may be in a one-item list. Raises ValueError."""
+    """Return the check of one call. Raises ValueError.
+
+    If `wrapped` is set, the row's `answer` may be a one-item list that contains the expected value.
+    """
     wanted = plain(answer)
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
     written = ", ".join(repr(plain(argument)) for argument in arguments)
@@ -192,8 +202,9 @@ def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: boo
 
 
 def is_wrapped(answers: Sequence[Any]) -> bool:
-    """Return whether every answer of a row is a one-item list, as in APPS; real answers that are lists would differ in
-    length.
+    """Return whether every answer of a row is a one-item list, as in APPS.
+
+    If the answers were lists by nature, they would usually differ in length.
     """
     return all(isinstance(answer, tuple | list) and len(answer) == 1 for answer in answers)
 

@@ -1,7 +1,8 @@
 """Limits of a sandbox, and the bubblewrap command that starts its supervisor in new namespaces.
 
-The sandbox's root has the interpreter's files (of site-packages only the allowed packages) and the system's libraries,
-both read-only, a work directory in memory, and nothing else of the machine (https://github.com/containers/bubblewrap).
+The root directory of the sandbox contains the files of the interpreter (of site-packages only the allowed packages) and
+the libraries of the system. These files are read-only. It also contains a work directory in memory. No other files of
+the machine are visible (https://github.com/containers/bubblewrap).
 """
 
 import os
@@ -73,7 +74,10 @@ PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", 
 
 
 def isolated_command(limits: CaseLimits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
-    """Return the command; `packages` are importable files and directories. Raises `SandboxError` without bubblewrap."""
+    """Return the command that starts a supervisor in a sandbox. Raises `SandboxError` if bubblewrap is not installed.
+
+    `packages` are the files and directories that programs may import in addition to the standard library.
+    """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(f"code_sandbox: bubblewrap (bwrap) is not installed; {HOW_TO_GET_IT}")
@@ -110,8 +114,10 @@ def bare_command(directory: str, packages: Sequence[Path]) -> list[str]:
 
 
 def _masked_proc() -> Iterator[str]:
-    """Yield options that hide the machine-wide files of /proc. If the worker is root, the sandbox's user is root for
-    /proc too, although without capabilities; so files that only root may read are masked.
+    """Yield options that hide the machine-wide files of /proc.
+
+    If the worker runs as root, /proc treats the user of the sandbox as root too, although this user has no
+    capabilities. Therefore the files that only root may read are masked.
     """
     for entry in sorted(os.scandir("/proc"), key=lambda entry: entry.name):
         if entry.name.isdigit() or entry.is_symlink() or entry.name == "sys":
@@ -167,7 +173,8 @@ def files_of_packages(names: Sequence[str]) -> tuple[Path, ...]:
         except metadata.PackageNotFoundError:
             if is_requested:
                 raise RewardError(
-                    f"code_sandbox: packages: {name} is not installed here; install it, or remove it"
+                    f"code_sandbox: packages: {name} is not installed here; install the package, or remove it from"
+                    " packages"
                 ) from None
             continue  # an extra, or a requirement of another system
         for file in package.files or ():

@@ -34,7 +34,10 @@ class Case:
 
 
 def read_cases(row: Mapping[str, Any], response: str = "") -> tuple[Case, ...]:
-    """Parse a row's `test_cases` or APPS's `input_output`, a list or its JSON; raises `BadCases`."""
+    """Parse a row's `test_cases` or APPS's `input_output`; raises `BadCases`.
+
+    The value is a list or a mapping, or the JSON text of a list or a mapping.
+    """
     written = row.get("test_cases")
     if written is None:
         written = row.get("input_output")
@@ -90,7 +93,7 @@ def _calls(written: Sequence[Any], name: str) -> tuple[Case, ...]:
     pairs = []
     for item in written:
         if not isinstance(item, Mapping):
-            raise BadCases("with fn_name a case needs inputs and outputs")
+            raise BadCases("if fn_name is set, each case needs inputs and outputs")
         arguments, answer = _input(item), _output(item)
         if isinstance(arguments, str):  # one JSON argument per line
             try:
@@ -100,10 +103,10 @@ def _calls(written: Sequence[Any], name: str) -> tuple[Case, ...]:
                 )
             except (ValueError, RecursionError) as error:
                 raise BadCases(
-                    f"with fn_name the input must be a list of arguments, or one JSON argument per line: {error}"
+                    f"if fn_name is set, the input must be a list of arguments, or one JSON argument per line: {error}"
                 ) from None
         if not _is_list(arguments):
-            raise BadCases(f"with fn_name the input must be a list of arguments, not {type(arguments).__name__}")
+            raise BadCases(f"if fn_name is set, the input must be a list of arguments, not {type(arguments).__name__}")
         pairs.append((arguments, answer))
     wrapped = is_wrapped([answer for _, answer in pairs])
     try:
@@ -130,7 +133,7 @@ def _case(item: Any, row: Mapping[str, Any]) -> Case:
 def _about_text(item: Any, answer: str) -> Case:
     code = item.get("assert_code") if isinstance(item, Mapping) else item
     if not isinstance(code, str):
-        raise BadCases("with case_type text a test case needs assert_code")
+        raise BadCases("if case_type is text, each test case needs assert_code")
     return Case(about_text=code.replace(_RESPONSE, repr(answer.strip())))
 
 
@@ -155,7 +158,10 @@ def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> Hidden
 
 
 def _uncalled_test(tree: ast.Module) -> str | None:
-    """Return the name of a test class or coroutine that is never run (any program would pass), else None."""
+    """Return the name of a test class or coroutine that is never run, else None.
+
+    Any program would pass such a test.
+    """
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:
         if not isinstance(node, ast.AsyncFunctionDef | ast.ClassDef):

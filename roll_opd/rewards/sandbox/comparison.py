@@ -1,8 +1,9 @@
 """Compare outputs and returned values with the expected values; numbers with a fraction may differ by a tolerance.
 
 A number is right within `tolerance * max(1, |expected|)`, as in programming contests. Integers of any length are
-compared digit by digit; a number with a fraction where an integer is expected is right within `tolerance`. Returned
-values are untrusted: `read_report` decodes them from the form that the supervisor's `plain` wrote.
+compared digit by digit. If an integer is expected and the number has a fraction, the number is right within
+`tolerance`. Returned values are untrusted: `read_report` decodes them from the form that the supervisor's `plain`
+wrote.
 """
 
 import json
@@ -81,7 +82,11 @@ def _same_line(line: str, wanted: str, tolerance: float) -> bool:
 
 
 def _same_word(word: str, wanted: str, tolerance: float) -> bool:
-    """Return whether two words agree. Trailing zeros of a fraction are ignored; leading zeros are not (codes)."""
+    """Return whether two words agree.
+
+    Trailing zeros of a fraction are ignored. Leading zeros of an integer are compared, because the integer may be a
+    code such as 007.
+    """
     if word == wanted:
         return True
     found, expected_number = _NUMBER.fullmatch(word), _NUMBER.fullmatch(wanted)
@@ -126,7 +131,7 @@ class Unreadable(ValueError):
 
 
 def read_report(report: bytes) -> dict[str, Any]:
-    """Parse the object of a report; {} if malformed."""
+    """Parse the JSON object of a report; return {} if the report is malformed."""
     try:
         found = json.loads(report, parse_int=_key)
     except (ValueError, RecursionError):
@@ -135,7 +140,10 @@ def read_report(report: bytes) -> dict[str, Any]:
 
 
 def _key(digits: str) -> int:
-    """Parse an expectation's number, the only integer in a JSON report; reject long integers, which parse slowly."""
+    """Parse the number of an expectation. It is the only kind of integer in a JSON report.
+
+    Long integers are rejected, because parsing them is slow.
+    """
     if len(digits) > 9:
         raise Unreadable
     return int(digits)

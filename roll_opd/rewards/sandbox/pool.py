@@ -1,4 +1,4 @@
-"""Pool of pre-started sandboxes, each for one program, and the grading of a test case by its outcome."""
+"""Pool of pre-started sandboxes, each for one program, and `grade`, which grades a test case by its outcome."""
 
 import queue
 import threading
@@ -27,7 +27,7 @@ _XCPU, _KILL = -24, -9
 
 
 def grade(case: Case, outcome: CaseOutcome, tolerance: float = TOLERANCE) -> str:
-    """Return the result of a case, one of the reasons above; numbers with a fraction may differ by `tolerance`."""
+    """Return the result of a case, such as `PASSED`. Numbers with a fraction may differ by `tolerance`."""
     if outcome.exit_code is None:
         return outcome.ended if outcome.ended in (TIME, MEMORY, OUTPUT, PROCESSES, DISK) else REFUSED
     report = read_report(outcome.report)
@@ -74,11 +74,13 @@ class SandboxPool:
             raise
 
     def run(self, program: str, cases: Sequence[Case], all_cases: bool, tolerance: float = TOLERANCE) -> list[str]:
-        """Return the results of the cases. An exceeded time limit ends the run; unless `all_cases` is set, any failure
-        ends it.
+        """Return the results of the cases.
 
-        The result is `REFUSED` if only this program breaks its sandbox; raises `SandboxError` if the probe program
-        fails too.
+        After an exceeded time limit, the remaining cases are not run. Unless `all_cases` is set, this applies to any
+        failure.
+
+        If this program breaks its sandbox but the probe program does not, the first result is `REFUSED`. If the probe
+        program fails too, `SandboxError` is raised.
         """
         for _ in range(ATTEMPTS):
             try:

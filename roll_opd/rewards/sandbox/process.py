@@ -70,7 +70,10 @@ class Sandbox:
             raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")
 
     def run(self, program: str, stdin: str, check: str | None, before: str = "") -> CaseOutcome | None:
-        """Run one case after the code `before`; None if the sandbox died or hangs and must not be reused."""
+        """Run the code `before`, and then one case.
+
+        The result is None if the sandbox died or hangs. The sandbox must then not be reused.
+        """
         request = {"before": before, "program": program, "stdin": stdin, "check": check, "limits": asdict(self._limits)}
         data = json.dumps(request).encode()
         deadline = time.monotonic() + PATIENCE * self._limits.wall_seconds + GRACE_SECONDS

@@ -65,7 +65,7 @@ def program_of(response: str, called: Collection[str] = ()) -> str | None:
 def fenced_blocks(text: str) -> Iterator[Block]:
     """Yield the fenced code blocks by CommonMark's rules, also in lists and quotes; the last block may be unclosed.
 
-    Works line by line in time linear in the text; a regular expression could backtrack.
+    The text is read line by line, in linear time. A regular expression could take longer, because it could backtrack.
     """
     fence, info, width, quotes = "", "", 0, 0
     code: list[str] = []

@@ -74,10 +74,10 @@ def play(
     exit: Callable[[int], NoReturn] = os._exit,
     write: Callable[..., int] = os.write,
 ) -> NoReturn:
-    """Run `before` and the program as `module`, then the check; never returns.
+    """Run the code `before` and the program in `module`, and then the check; never returns.
 
-    With a check, the program runs as an imported module, so that code under `__name__ == "__main__"` does not wait for
-    input.
+    If there is a check, the program runs as an imported module. Code under `__name__ == "__main__"`, which could wait
+    for input, is then not run.
     """
     confine(limits)
     random.seed(0)
@@ -120,7 +120,10 @@ def play(
 
 
 def plain(value: object, depth: int = 0) -> list[object] | bool | None:
-    """Encode a value and the kind of its type as JSON; [] for unsupported values. comparison.py decodes it."""
+    """Encode a value as JSON types, with a letter for its type; return [] for an unsupported value.
+
+    comparison.py decodes the result.
+    """
     if depth > 100:
         return []
     if value is None or isinstance(value, bool | str):

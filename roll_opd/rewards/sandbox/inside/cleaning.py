@@ -25,7 +25,10 @@ def write_all(end: int, data: bytes, write: Callable[..., int] = os.write) -> No
 
 
 def feed_some(end: int, data: bytes) -> bytes:
-    """Write without blocking; return the rest of `data`, empty if the reader has closed."""
+    """Write a part of `data` without blocking, and return the rest.
+
+    The rest is empty if the reader has closed the pipe.
+    """
     try:
         return data[os.write(end, data[:65536]) :]
     except BlockingIOError:
@@ -35,7 +38,10 @@ def feed_some(end: int, data: bytes) -> bytes:
 
 
 def drain(end: int, into: bytearray, room: int) -> bool:
-    """Read the available data, at most one byte more than `room` to mark an overflow; False at the end of the pipe."""
+    """Read the available data into `into`; return False at the end of the pipe.
+
+    At most one byte more than `room` is read. The additional byte marks an overflow.
+    """
     while len(into) <= room:
         try:
             part = os.read(end, min(1 << 16, room + 1 - len(into)))
@@ -100,8 +106,9 @@ def empty(directory: str) -> None:
 
 
 def _remove_content(top: int) -> None:
-    """Remove a directory's content without paths or recursion, because a tree can be too deep for these: subdirectories
-    are first moved to the top.
+    """Remove the content of a directory.
+
+    A tree can be too deep for paths and for recursion. Therefore nested directories are first moved to the top.
     """
     while names := os.listdir(top):
         for name in names:
@@ -121,7 +128,7 @@ def _remove_content(top: int) -> None:
 
 
 def _is_directory(name: str, parent: int) -> bool:
-    """Return whether an entry is a directory, and make it accessible."""
+    """Return whether an entry is a directory. If it is a directory, make it accessible first."""
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         return False
     os.chmod(name, 0o700, dir_fd=parent)

@@ -1,9 +1,11 @@
 """Supervisor, the first process inside a sandbox: runs test cases in forked children and reports their outcome.
 
-It does not grade: it gets a program, its input and a check without expected values, and returns output, exit status and
-the values that the check saw. It has no secrets, and a child does not have the supervisor's two pipes. It is the first
-process of its pid namespace, so it cannot be killed from within. It is not dumpable, so its memory and files cannot be
-opened through /proc.
+The supervisor does not grade. It gets a program, the input of the program and a check without expected values, and
+returns the output, the exit status and the values that the check recorded.
+
+The supervisor has no secrets, and its two pipes are not open in a child. It is the first process of its pid namespace,
+so processes inside the namespace cannot kill it. It is not dumpable, so its memory and files cannot be opened through
+/proc.
 """
 
 import ctypes

@@ -72,7 +72,11 @@ def watch(
 
 
 def is_late(child: int, seconds: float, wall_seconds: float) -> bool:
-    """Return whether the wall time is exceeded; waits for a CPU do not count, up to `PATIENCE` times the wall time."""
+    """Return whether the wall time is exceeded.
+
+    The time in which the child waits for a CPU does not count. However, the total time is limited to `PATIENCE` times
+    the wall time.
+    """
     if seconds <= wall_seconds:
         return False
     try:
@@ -84,7 +88,7 @@ def is_late(child: int, seconds: float, wall_seconds: float) -> bool:
 
 
 def broken_limit(limits: dict[str, int], directory: str) -> str | None:
-    """Return the limit that the processes of the case exceed together, or None.
+    """Return the limit that all processes of the case together exceed, or None.
 
     This is checked here because kernel limits apply per process, RLIMIT_NPROC does not apply to root, and no kernel
     limit bounds the number of files.
