@@ -72,7 +72,7 @@ def test_layers_that_divide_with_embedding_and_loss(plan: Plan, problems: Proble
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_nodes": 1, "num_gpus_per_node": 2}, "raise num_nodes"),
+        ({"num_nodes": 1, "num_gpus_per_node": 2}, "raise or remove num_nodes"),
         ({"validation": {"data_args": {"file_name": "val.jsonl"}}}, "'aime' of the validation data"),
         ({"teacher.model_args.model_name_or_path": "bare"}, "has no tokenizer files"),
     ],
