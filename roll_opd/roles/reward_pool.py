@@ -59,9 +59,11 @@ class RewardPool:
         is_learned: bool = True,
         max_lost: int | None = None,
     ) -> None:
-        """`spawn` starts a process, `model_path` has the tokenizer, and `sampler` has the engines of `plan.engine`.
+        """Create the pool without starting its processes.
 
-        Without `is_learned`, rewards are only monitored, so that all of them may fail. `max_lost`: see `ResilientPool`.
+        `spawn` starts a process. The tokenizer is loaded from `model_path`. `sampler` has the engines of `plan.engine`.
+        If `is_learned` is false, the rewards are only monitored, and the run continues even if all rewards fail.
+        `max_lost`: see `ResilientPool`.
         """
         self.plan = plan
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
@@ -130,7 +132,10 @@ class RewardPool:
         return RayWorker(self._key, self._spawn(), (self.plan, self._model_path, engines), patience)
 
     def _result(self, experience: Sample, scored: Scored | WorkerLost, seconds: float) -> RewardResult:
-        """Count a sample's score or failure; return its reward. Raises RunError if the failure ends the run."""
+        """Count a sample's score or failure; return the sample's reward.
+
+        Raises RunError if the failure ends the run.
+        """
         if isinstance(scored, WorkerLost):
             scored = Failure(scored.kind, str(scored))
         self._errors.update(scored.errors)

@@ -49,7 +49,8 @@ class Student(Learner):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Make all updates of step `step` of the run.
 
-        Returns the samples and `actor/*` metrics. Samples without `old_logprobs` get these from the update.
+        Returns the samples and `actor/*` metrics. Samples without `old_logprobs` get the log-probs that the update has
+        computed.
         """
         learned = list(experiences)
         updates: list[Update] = []
@@ -84,7 +85,10 @@ class Student(Learner):
         return _with_old_logprobs(samples, logprobs), _loss_metrics([update])
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
-        """Make one update from the accumulated gradients of `samples`; `learning_rate` None: as scheduled."""
+        """Make one update from the accumulated gradients of `samples`.
+
+        If `learning_rate` is None, the scheduled learning rate is used.
+        """
         update: Update = await self.group.call("optim_step", learning_rate)
         self._check_applied(update, samples)
         return optimizer_metrics([update])
@@ -111,7 +115,10 @@ def _held(sample: Sample) -> dict[str, TargetRef]:
 
 
 def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndarray]) -> list[Sample]:
-    """Return the samples; those without `old_logprobs` get them from `logprobs`, a map: sample number -> log-probs."""
+    """Return the samples, with `old_logprobs` set from `logprobs` in each sample that has none.
+
+    `logprobs` is a map: sample number -> log-probs.
+    """
     return [
         sample.with_columns(old_logprobs=logprobs[number])
         if sample.old_logprobs is None and number in logprobs
@@ -143,7 +150,7 @@ def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
-    """Return router metrics: the fraction of expert choices that differ from the engine's, and the routers' losses."""
+    """Return router metrics: how often the chosen experts differ from the engine's experts, and the routers' losses."""
     parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
     shards = {
         name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)

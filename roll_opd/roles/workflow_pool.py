@@ -1,6 +1,7 @@
-"""The driver's part of the processes that run workflows; a rollout calls the pool as its workflow.
+"""The driver's part of the processes that run workflows. A rollout calls the pool instead of a workflow.
 
-A process executes several runs. If a process is lost, its runs are repeated with the same seeds.
+A process executes several runs. If a process is lost, the unfinished runs of the process are repeated with the same
+seeds.
 """
 
 import asyncio
@@ -48,10 +49,10 @@ class WorkflowPool:
         deterministic: bool = False,
         max_lost: int | None = None,
     ) -> None:
-        """`spawn` starts a process. With `repeats`, a single call makes all runs of a prompt.
+        """`spawn` starts a process. If `repeats` is true, a single call makes all runs of a prompt.
 
-        A process collects experiences for a short time and then sends them; it sends a complete `chunk` immediately.
-        `max_lost`: see `ResilientPool`.
+        A process collects experiences for a short time and then sends them together. As soon as it has `chunk`
+        experiences, it sends them immediately. `max_lost`: see `ResilientPool`.
         """
         self._chunk, self._deterministic = chunk, deterministic
         self.plan = plan
@@ -76,7 +77,7 @@ class WorkflowPool:
     async def start(self, sampler: Sampler, auxiliaries: Sequence[Sampler | None] = ()) -> None:
         """Start the processes. `sampler` has the policy's engines; `auxiliaries` has the engines of auxiliary models.
 
-        Auxiliary engines end with the pool; None means that a model runs on a remote server.
+        The engines of auxiliary models end when the pool ends. None stands for an auxiliary model on a remote server.
         """
         self._sampler, self._auxiliaries = sampler, auxiliaries
         await self._pool.start()
@@ -103,7 +104,7 @@ class WorkflowPool:
         return self._made(outcome, task)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return the counts of runs and of failures by kind, and means over the runs, since the last call."""
+        """Return metrics since the last call: counts of runs, counts of failures by kind, and means over the runs."""
         runs = self._failures.total() + self._succeeded
         _, restarts = self._pool.drain_counts()
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
@@ -155,7 +156,7 @@ class WorkflowPool:
         return []
 
     def _note_missing(self, job: Job, outcome: JobOutcome) -> None:
-        """Count the runs that have no experience although their call made other runs; warn the first time."""
+        """Count the runs without experiences in a call that made other runs; warn the first time."""
         missing = [run for run in job.runs if not outcome.made.get(run)]
         if not missing or len(missing) == len(job.runs):
             return  # a call without any experience skips its row
@@ -163,9 +164,9 @@ class WorkflowPool:
         if not self._has_warned_of_missing:
             self._has_warned_of_missing = True
             warn(
-                f"{self._name}: a call should make {len(job.runs)} runs but made {len(job.runs) - len(missing)}: set"
-                " can_repeat = False if one call makes one run, or return experiences of every run, each with its"
-                " eid.run. Missing runs are counted as workflow/missing_runs"
+                f"{self._name}: a call should make {len(job.runs)} runs but made {len(job.runs) - len(missing)} runs."
+                " If a call makes a single run, set can_repeat = False; otherwise return experiences of every run, each"
+                " with its eid.run. Missing runs are counted as workflow/missing_runs"
             )
 
     def _with_teacher(self, made: Sample) -> Sample:
@@ -207,7 +208,7 @@ def near_engines(
 ) -> Iterator[int]:
     """Assign each job to the least loaded process, or to its engine's process if that process has only a few more jobs.
 
-    Most requests to an engine then come from one process, in few batches.
+    This way, most requests to an engine come from one process, in few batches.
     """
     loads = dict(loads)
     for job in jobs:

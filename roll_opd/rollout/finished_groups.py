@@ -1,8 +1,8 @@
 """Finished groups in a checkpoint: groups whose sampling is complete and on which no update has trained yet.
 
-A resumed run trains on these groups without sampling them again. Teachers' targets are in an object store, so they are
-not saved. The log-probs of teachers with targets are not saved either: these teachers score the samples again. Missing
-rewards are also requested again.
+A resumed run trains on these groups without sampling them again. The targets of teachers are not saved, because they
+are in an object store. The log-probs of a teacher that has targets are not saved either, and the teacher scores the
+samples again in the resumed run. Rewards that are missing are also requested again.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class FinishedGroup:
 
 
 def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
-    """Write groups to a file; return the digest of its content. OSError if it cannot be written."""
+    """Write groups to a file; return the digest of the file's content. Raises OSError if the file cannot be written."""
     facts = [(group.draw, group.passed, len(group.samples)) for group in groups]
     samples = [_without_targets(sample) for group in groups for sample in group.samples]
     data = pickle.dumps((facts, Compact(samples)), protocol=5)
@@ -40,8 +40,10 @@ def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
 
 
 def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
-    """Return the groups of a file, in the order of their draws. ValueError if the digest differs, OSError if it is
-    missing."""
+    """Return the groups of a file, in the order of their draws.
+
+    Raises ValueError if the content of the file does not have this digest, and OSError if the file is missing.
+    """
     data = file.read_bytes()
     if _digest(data) != digest:
         raise ValueError(f"{file} has changed since it was saved: it was edited or truncated")
@@ -56,10 +58,11 @@ def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
 def within_bound(
     groups: Sequence[FinishedGroup], position: int, passed: Collection[int], version: int, pace: Pace
 ) -> list[FinishedGroup]:
-    """Return the groups on which a run that continues at `version` can train within the age bound of `pace`.
+    """Return the groups that are young enough for a resumed run, which continues at `version`.
 
-    A finished group with i older groups before it, none of them rejected, is in batch `version` + i // P at the latest,
-    with P groups per batch.
+    A group is young enough if its age cannot exceed the age bound of `pace` when the run trains on the group. Let i be
+    the number of older groups on which the run still has to train, and P the number of groups per batch. The group is
+    then in batch `version` + i // P at the latest.
 
     Args:
         groups: finished groups, in the order of their draws.

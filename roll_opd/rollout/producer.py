@@ -6,7 +6,7 @@ wave, which is rolled out together. If no groups run ahead, there is one wave at
 turns.
 
 Groups are selected in the order of their prompts and not in the order in which they finish, so that short answers are
-not preferred. Only within a window may finished groups overtake unfinished groups.
+not preferred. Finished groups may overtake unfinished groups only within a window.
 
 With `in_rounds`, no sample depends on timing: the order is strict, waves do not overlap, and the weights change only
 after all groups admitted at the old version have ended (`Rollouts.settle`).
@@ -38,10 +38,13 @@ MIN_REJECTED = 1000
 
 
 class Gate:
-    """The published version of the weights, and how far sampling may run ahead of it: see `Pace.of`."""
+    """The published version of the weights, and the limits on how far sampling may run ahead of this version.
+
+    `Pace.of` explains `bound` and `depth`.
+    """
 
     def __init__(self, version: int, bound: float = 0, depth: float | None = None) -> None:
-        """Start with `version` as already published."""
+        """Start with `version` as the published version."""
         self.version, self.bound, self.depth = version, bound, depth
         self._changed = asyncio.Event()
 
@@ -79,9 +82,10 @@ class Rollouts:
     _production: "_Production | None" = field(default=None, init=False)
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
-        """Yield the batch of each version, in order; a task produces batches as far ahead as the gate allows.
+        """Yield the batch of each version, in order.
 
-        Leaving the iterator early (use `aclosing`) aborts running requests.
+        A background task produces the batches, as far ahead as the gate allows. Use this iterator in `aclosing`, so
+        that running requests are aborted if the iteration ends early.
         """
         self._production = production = _Production(self)
         producing = production.producing
@@ -225,7 +229,11 @@ class _Production:
             self._start(self._roll_out(wave))
 
     def _admit_known(self) -> None:
-        """Number the next draws that were trained on before, and those whose restored groups fit into the window."""
+        """Assign group numbers to the next draws, as long as these draws need no sampling.
+
+        A draw needs no sampling if it was trained on or filtered out before a resume, or if its group was restored and
+        the window has room for the group.
+        """
         while (draw := self._source.position) in self._passed or (draw in self._restored and self._window.room):
             if draw in self._passed:
                 self._passed.remove(draw)
@@ -251,7 +259,10 @@ class _Production:
         self._gate.notify()
 
     def _drawn(self, room: int) -> _Wave:
-        """Draw the consecutive prompts of a wave, at most `room`; without groups ahead, add the extra groups."""
+        """Draw the prompts of a wave, which are at most `room` consecutive prompts.
+
+        If no groups run ahead and groups are filtered, the wave also has the extra groups.
+        """
         first, in_turns = self._source.position, self._pace.is_synchronous
         reserve = self._of.extra_groups if in_turns and self._of.passes else 0
         known = [draw - first for draw in (*self._passed, *self._restored) if draw > first]
@@ -262,7 +273,7 @@ class _Production:
         return _Wave(numbers, prompts, first, min(room, len(prompts)))
 
     def _advance(self, numbers: range) -> None:
-        """Advance the source by the prompts of groups; keep the position after each prompt."""
+        """Advance the source past the prompts of the groups `numbers`; record the position after each prompt."""
         for number in numbers:
             self._source.skip(1)
             self._positions[number] = self._here()
@@ -271,7 +282,10 @@ class _Production:
         return _Position(self._source.state_dict(), self._source.epochs)
 
     async def _roll_out(self, wave: _Wave) -> None:
-        """Roll out a wave and decide its groups; without groups ahead, decide only as many groups as are needed."""
+        """Roll out a wave and decide its groups.
+
+        If no groups run ahead, only as many groups are decided as the batch needs.
+        """
         of, in_turns = self._of, self._pace.is_synchronous
         rewards = PendingRewards(of.context)
         selection = Selection(len(wave.prompts), of.context.sampling.n, wave.wanted, of.passes)
@@ -296,7 +310,11 @@ class _Production:
         self._check_rejected()
 
     async def _restore(self, number: int, prompt: Prompt, group: FinishedGroup) -> None:
-        """Decide a group from a checkpoint; before this, request missing log-probs and rewards of its samples."""
+        """Decide a group from a checkpoint.
+
+        If the group has passed, the missing log-probs of its samples are computed and their missing rewards are
+        requested first.
+        """
         context = self._of.context
         rewards, samples = PendingRewards(context), list(group.samples)
         if group.passed:
@@ -314,7 +332,7 @@ class _Production:
         return sorted([*decided, *self._restored.values()], key=lambda group: group.draw)
 
     def _decide(self, wave: _Wave, selection: Selection, rewards: PendingRewards, end: int) -> None:
-        """Decide those groups of a wave that are before index `end` and whose runs have all ended."""
+        """Decide the groups of a wave whose runs have all ended and whose index in the wave is below `end`."""
         for place, passed in selection.decided.items():
             if place < end and place not in wave.decided:
                 wave.decided.add(place)
@@ -324,7 +342,10 @@ class _Production:
                 self._gate.notify()
 
     def _assembled(self, version: int, numbers: list[int]) -> Batch:
-        """Return the batch of these groups; it includes the rejected groups that come before its last group."""
+        """Return the batch of the groups `numbers`.
+
+        The batch also lists the rejected groups that come before the last of these groups.
+        """
         batch, chosen = Batch(version), set(numbers)
         for number in sorted(n for n in self._groups if n <= numbers[-1]):
             if self._groups[number].passed and number not in chosen:
@@ -362,7 +383,10 @@ class _Production:
             batch.demonstration_samples = demonstration_samples(batch.demonstrations, first_draw)
 
     def _state(self) -> dict[str, Any]:
-        """Return the source's state before the prompts of later batches; a resumed run draws these prompts again."""
+        """Return the state of the source for a checkpoint.
+
+        In this state the prompts of later batches are not drawn yet, so a resumed run draws them again.
+        """
         state = dict(self._position.state)
         if isinstance(self._source, MixedSource):
             state["demonstrations"] = self._source.demonstrations.state_dict()
@@ -370,7 +394,10 @@ class _Production:
         return state | ({PASSED: passed} if passed else {})
 
     def _schedule(self, waited: float) -> dict[str, float]:
-        """Return metrics of the production since the last batch; `waited`: seconds that the learner waited."""
+        """Return metrics of the production since the last batch.
+
+        The learner has waited `waited` seconds for this batch.
+        """
         idle, self._idle = self._idle, 0.0
         return {
             "rollout/async/learner_idle": waited,
@@ -389,16 +416,16 @@ class _Production:
             return
         if self._of.passes is None:
             raise RunError(
-                f"the workflow returned no sample for {rejected} prompts in a step of {groups}; correct the workflow"
-                " (an agent that never calls the model returns none), or use other prompts"
+                f"the workflow returned no sample for {rejected} prompts in a step of {groups} prompts; correct the"
+                " workflow (an agent that never calls the model returns no sample), or use other prompts"
             )
         raise RunError(
-            f"the filters rejected the samples of {rejected} prompts and kept {kept} in a step of {groups}; loosen"
-            " query_filter_config or response_filter_config, use other prompts, or correct a workflow or a"
-            " reward that fails"
+            f"the filters rejected the samples of {rejected} prompts and kept the samples of {kept} prompts, but a"
+            f" step needs {groups} prompts; loosen query_filter_config or response_filter_config, use other prompts,"
+            " or correct a workflow or a reward that fails"
         )
 
 
 def _with_version(sample: Sample, version: int) -> Sample:
-    """Return a workflow's sample; if its tokens have no versions, set them to `version`."""
+    """Return a workflow's sample; if it has no versions, `version` is set as the version of all sampled tokens."""
     return sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))

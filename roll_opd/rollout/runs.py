@@ -1,8 +1,9 @@
 """Run a workflow on several prompts concurrently; make samples with rewards and the log-probs of frozen models.
 
-Samples are scored while others are still being sampled. A reward is requested when its run ends, and awaited only if a
-filter needs it. Frozen models score samples in chunks, in the order in which the runs of an engine end. For a
-deterministic engine this order does not depend on timing, so the same samples are always packed together.
+Samples are scored while others are still being sampled. The rewards of a run are requested when the run ends. The
+rollout waits for these rewards only if a filter needs them. Frozen models score samples in chunks, in the order in
+which the runs of an engine end. For a deterministic engine this order does not depend on timing, so the same samples
+are always packed together.
 
 `Selection` chooses groups of runs, and a `Batch` has the samples of one update step.
 """
@@ -96,12 +97,13 @@ async def roll_out(
 ) -> AsyncGenerator[tuple[int, list[Sample]], None]:
     """Run the workflow `sampling.n` times per prompt; yield (number, samples with frozen log-probs) as each run ends.
 
-    Run k of prompt p has the number p · n + k. Leaving early (use `aclosing`) aborts running requests.
+    Run k of prompt p has the number p · n + k. Use this iterator in `aclosing`, so that running requests are aborted if
+    the iteration ends early.
 
     Args:
         first_draw: number of prompts that training has drawn before; group numbers and sample seeds depend on it.
-        wait_for_rewards: yield samples with rewards; False: rewards may still be pending.
-        first_group: number of the first prompt's group; the number determines the engine of a group.
+        wait_for_rewards: whether to yield samples only with their rewards; if False, rewards may still be pending.
+        first_group: group number of the first prompt; the engine of a group depends on the group's number.
     """
     n, sampler, temperature = context.sampling.n, context.sampler, context.sampling.temperature
     engines = [sampler.engine_of(first_group + number // n) for number in range(len(prompts) * n)]
@@ -168,7 +170,10 @@ class ChunkedLogprobs:
 
 @contextmanager
 def _timed(context: RolloutContext) -> Iterator[ExitStack]:
-    """Count time as `generate` until the yielded stack is closed, then as the phase of the frozen models."""
+    """Count time as the phase `generate` until the yielded stack is closed.
+
+    Later time counts as the phase `teacher`, or as the phase `reward` if there are no frozen models.
+    """
     models = context.frozen_models
     with ExitStack() as generating:  # while both phases are open, the time counts for the first
         generating.enter_context(context.clock.phase("generate"))
@@ -177,7 +182,10 @@ def _timed(context: RolloutContext) -> Iterator[ExitStack]:
 
 
 class Selection:
-    """Selects the first `wanted` groups that pass, in the order of the prompts, not in the order of finishing."""
+    """Selects the first `wanted` groups that pass.
+
+    The groups are considered in the order of their prompts, not in the order in which they finish.
+    """
 
     def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
         # run number in the group -> samples
@@ -188,7 +196,10 @@ class Selection:
         self._chosen: list[int] = []
 
     def add(self, number: int, samples: Sequence[Sample]) -> None:
-        """Add the samples of run `number % n` of group `number // n`. A group without a sample does not pass."""
+        """Add the samples of run `number`: the run with index `number % n` in the group `number // n`.
+
+        A group without a sample does not pass.
+        """
         group, run = divmod(number, self._n)
         self._runs[group][run] = samples
         if len(self._runs[group]) == self._n:
@@ -230,7 +241,7 @@ class Selection:
 
 @dataclass
 class Batch:
-    """The samples of one step, and the state of the prompt source after them."""
+    """The samples of one step, and the state of the prompt source after the prompts of these samples."""
 
     version: int  # version of the weights before the update on this batch
     # reward requests of each rollout that made samples of the batch
@@ -260,7 +271,7 @@ class Batch:
     def ahead_metrics(self) -> dict[str, float]:
         """Return `rollout/async/*`: the schedule of generation ahead of training, and the tokens' ages in versions.
 
-        Empty if generation and training take turns.
+        The map is empty if generation and training take turns.
         """
         if not self.schedule:
             return {}

@@ -51,14 +51,20 @@ async def read_answers(
 
 
 def first_answers(answers: Sequence[Sample], samples: int, most: int) -> list[Sample]:
-    """Return the first answer to each of `most` fixed, evenly spread prompts; every prompt has `samples` answers."""
+    """Return the first answer to each of at most `most` prompts, which are fixed and evenly spread.
+
+    `answers` has `samples` consecutive answers to each prompt.
+    """
     firsts = answers[::samples]
     most = min(most, len(firsts))
     return [firsts[place * len(firsts) // most] for place in range(most)]
 
 
 def _by_main_reward(answer: Sample, reward_pools: Sequence[RewardPool]) -> Sample:
-    """Return an answer with the main reward of its domain, without the further terms and weights used in training."""
+    """Return an answer whose reward is the main reward of its domain.
+
+    The further reward terms and the weights of the terms are used only in training.
+    """
     plan = next((pool.plan for pool in reward_pools if pool.plan.domain == answer.domain), None)
     if plan is None or not plan.is_weighted or plan.terms[0].name not in answer.reward_parts:
         return answer

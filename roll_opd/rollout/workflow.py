@@ -30,7 +30,7 @@ class Task:
 
 
 class Model:
-    """The student as seen by one run; it samples with `sampling`. Runs of the same `group` use the same engine."""
+    """The student's model for one run, with the settings `sampling`. Runs of the same `group` use the same engine."""
 
     def __init__(self, session: SamplingSession, task: Task, group: int, seed: int, sampling: SamplingPlan) -> None:
         self.group, self.sampling = group, sampling
@@ -60,7 +60,7 @@ class SingleTurn:
 
 
 def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
-    """Return the seed of a model call, computed from the training's seed and the numbers of draw, run and call."""
+    """Return the seed of a model call, which depends on the training's seed, the draw, the run and the call."""
     return derived_seed(seed, draw, run, *([call] if call else []))
 
 

@@ -1,9 +1,10 @@
 """Alignment of a response's tokens in two tokenizers, by byte offsets.
 
 Both models read the same response bytes. A chunk ends wherever a student token and a teacher token end at the same
-byte. So it is the shortest sequence of tokens whose bytes both models score. The student's log-prob of a chunk is the
-sum over the student tokens in it, the teacher's log-prob the sum over the teacher tokens. Bytes are compared instead of
-decoded text.
+byte. A chunk is therefore the shortest piece of the response that consists of whole tokens in both tokenizers. The
+student's log-prob of a chunk is the sum of the log-probs of its student tokens, and the teacher's log-prob of a chunk
+is the sum of the log-probs of its teacher tokens. The ends of tokens are compared as offsets in bytes, not as offsets
+in decoded text.
 
 Legend: T-P student tokens and U teacher tokens of a response, C chunks.
 """
@@ -18,11 +19,11 @@ NO_CHUNK = -1  # index for student tokens without a teacher log-prob and for obs
 
 @dataclass(frozen=True)
 class Alignment:
-    """The ends of student and teacher tokens in the bytes of a response, and the chunks that both share.
+    """The ends of student tokens and of teacher tokens in the bytes of a response, and the chunks between common ends.
 
     Both arrays of ends are non-decreasing and have the same last value. A `missing` entry of the teacher represents
-    bytes or a special token that the teacher's tokenizer cannot encode. The chunk of such an entry has no teacher
-    log-prob.
+    bytes or a special token that the teacher's tokenizer cannot encode. A chunk that has a `missing` entry has no
+    teacher log-prob.
     """
 
     student_ends: np.ndarray  # int64 [T-P], offset in bytes of each token's end
@@ -57,7 +58,10 @@ class Alignment:
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        """int32 [T-P]: index of the first token in each token's chunk; `NO_CHUNK` for tokens without credit."""
+        """int32 [T-P]: for each token, the index of the first token in its chunk.
+
+        Tokens without credit have the value `NO_CHUNK`.
+        """
         if not len(self.student_ends):
             return np.zeros(0, np.int32)
         firsts = np.searchsorted(self._student_chunks, self._student_chunks)
@@ -66,13 +70,17 @@ class Alignment:
 
     @property
     def credits(self) -> np.ndarray:
-        """int32 [T-P]: index of the first token with the same credit as a token; `NO_CHUNK` without a credit."""
+        """int32 [T-P]: for each token, the index of the first token that shares its credit.
+
+        If `by_token` is true, each token has a separate credit; otherwise the tokens of a chunk share one credit.
+        Tokens without credit have the value `NO_CHUNK`.
+        """
         numbers = np.arange(len(self.student_ends), dtype=np.int32)
         return np.where(self.chunks == NO_CHUNK, self.chunks, numbers) if self.by_token else self.chunks
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """int64 [C, 3]: numbers of student tokens, teacher tokens and bytes of each chunk with a credit."""
+        """int64 [N, 3]: numbers of student tokens, teacher tokens and bytes of each of the N chunks with credit."""
         count = len(self._bounds)
         students = np.bincount(self._student_chunks[self.chunks != NO_CHUNK], minlength=count)
         teachers = np.bincount(self._teacher_chunks, minlength=count)
@@ -80,7 +88,11 @@ class Alignment:
         return sizes[students > 0]
 
     def cuts(self) -> list[tuple[int, int, list[bytes]]]:
-        """Return (first student token, number of student tokens, bytes of each teacher token) per chunk with credit."""
+        """Return a tuple for each chunk with credit.
+
+        The tuple has the index of the chunk's first student token, the number of its student tokens, and the bytes of
+        each of its teacher tokens.
+        """
         found = []
         starts = np.append(0, self.teacher_ends[:-1])
         bounds = np.searchsorted(self._teacher_chunks, np.arange(len(self._bounds) + 1))
@@ -93,18 +105,18 @@ class Alignment:
 
     @property
     def uncovered(self) -> int:
-        """Number of action tokens without a credit."""
+        """Number of action tokens without credit."""
         return int(np.count_nonzero(self.action_mask & (self.chunks == NO_CHUNK)))
 
     def on_student_tokens(self, logprobs: np.ndarray) -> np.ndarray:
-        """Return the teacher's log-probs spread over the student's tokens, f32 [T-P]; NaN for tokens without a credit.
+        """Return the teacher's log-probs spread over the student's tokens, f32 [T-P]; NaN for tokens without credit.
 
-        A chunk's entries sum to the teacher's log-prob of the chunk. Within a chunk, tokens get parts in proportion to
-        their bytes. If a chunk is one student token and one teacher token, the entry is the teacher's log-prob, bit for
-        bit.
+        The entries of a chunk add up to the teacher's log-prob of the chunk. Each student token of the chunk gets a
+        part that is proportional to the token's number of bytes. If a chunk has one student token and one teacher
+        token, its entry is the teacher's log-prob, bit for bit.
 
         Args:
-            logprobs: f32 [U - missing], of the teacher's tokens.
+            logprobs: f32 [U - missing], log-probs of the teacher's tokens.
         """
         if not len(self.student_ends):
             return np.zeros(0, np.float32)

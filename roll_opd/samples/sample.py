@@ -1,7 +1,8 @@
 """`Sample`: one sequence, on its way from the engine's answer to the loss.
 
-The driver holds samples with their identity, reward and records. Samples in a rank's shard have only what a forward
-pass or a loss reads: tokens, prompt length, routes and columns (`shard_sample`).
+On the driver, a sample has all of its fields, such as its id, its reward and the values for records. In a rank's shard,
+a sample has only the fields that a forward pass or a loss reads: tokens, prompt length, routes and columns
+(`shard_sample`).
 
 Legend: T tokens in all, P prompt tokens, L layers with experts, K experts per token.
 """
@@ -29,8 +30,8 @@ class TargetRef:
     """A reference to a teacher's targets for one sample, in the object store of the rank that computed them.
 
     For top-k the arrays are `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
-    log-prob of all other tokens together. For the whole vocabulary the array is `hidden` [T-P, F] (see
-    `samples.transport`), the final hidden states; the student's ranks apply the teacher's output head to them.
+    log-prob of all other tokens together. For the whole vocabulary the only array is `hidden` [T-P, F], the final
+    hidden states (see `samples.transport`). The student's ranks apply the teacher's output head to the hidden states.
     """
 
     bundle: Any  # a reference to the arrays of several samples; None after they were released
@@ -124,22 +125,22 @@ class Sample:
 
     @property
     def advantages(self) -> np.ndarray | None:
-        """f64 [T-P], computed from the external reward only."""
+        """f64 [T-P], computed only from the external reward, without the teachers' part."""
         return self.columns.get("advantages")
 
     @property
     def loss_mask(self) -> np.ndarray | None:
-        """bool [T-P]; None: all action tokens."""
+        """bool [T-P]; None means that all action tokens are in the loss."""
         return self.columns.get("loss_mask")
 
     @property
     def importance_weights(self) -> np.ndarray | None:
-        """f32 [T-P]; None: all weights are 1."""
+        """f32 [T-P]; None means that all weights are 1."""
         return self.columns.get("importance_weights")
 
     @property
     def student_logprobs(self) -> np.ndarray:
-        """f32 [T-P], from the training engine if it has computed them, else from the inference engine."""
+        """f32 [T-P]: log-probs of the training engine if they are set, otherwise log-probs of the inference engine."""
         return present(self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs)
 
     @property
@@ -159,7 +160,7 @@ class Sample:
 
     @property
     def action_tokens(self) -> int:
-        """Number of tokens that the student generated; for a demonstration, number of tokens in its answer."""
+        """Number of tokens that the student generated; for a demonstration, the number of tokens in its answer."""
         return int(np.count_nonzero(self.action_mask))
 
     @property
@@ -199,7 +200,7 @@ class Sample:
         return values[self.action_mask]
 
     def without_observed(self, values: np.ndarray) -> np.ndarray:
-        """Return a floating [T-P] array with NaN at observed tokens, for records."""
+        """Return a floating-point array [T-P] with NaN at observed tokens, for records."""
         return values if self.action_mask.all() else np.where(self.action_mask, values, values.dtype.type(np.nan))
 
     def with_columns(self, **arrays: np.ndarray | None) -> "Sample":
@@ -241,10 +242,10 @@ def shard_sample(sample: Sample, *, routed: bool = False) -> Sample:
 
 
 def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sample]:
-    """Return the first sample of each run with the mean reward of the run's samples.
+    """Return the first sample of each run; its reward is set to the mean reward of all samples of the run.
 
-    With `returns`, if all steps of a run have a state, the run's reward is the sum over its steps: such steps have
-    separate rewards instead of copies of the run's reward.
+    If `returns` is true and all steps of a run have a state, the reward is set to the sum over the steps instead of the
+    mean. In this case each step has a separate reward; otherwise each step has a copy of the run's reward.
     """
     steps: dict[tuple[str, int], list[Sample]] = {}
     for number, sample in enumerate(samples):

@@ -1,8 +1,8 @@
 """The columns of a sample: arrays over its response, in one table.
 
 Entry t of every column belongs to token `tokens[P+t]`. A stage fills a column for a whole batch with
-`samples.sample.with_columns`. A rank's shard has exactly the columns with a `shard` dtype; `objective.columns` computes
-them.
+`samples.sample.with_columns`. The samples in a rank's shard have only the columns whose `shard` dtype is set.
+`objective.columns` computes the columns that a loss reads; the teachers' targets are added on the ranks.
 
 Legend: T tokens of a sample, P prompt tokens, K tokens of a top-k, F hidden size, M tokens of a batch, concatenated.
 """
@@ -20,7 +20,11 @@ CHUNKS = "/chunks"  # suffix of the columns that hold chunks
 
 @dataclass(frozen=True)
 class Column:
-    """One row of the table. An empty dtype means that the column does not exist there."""
+    """One row of the table.
+
+    If `dtype` is empty, the column does not exist on the driver. If `shard` is empty, the column does not exist in a
+    shard.
+    """
 
     meaning: str
     filled_by: str
@@ -38,7 +42,7 @@ COLUMNS = {
         "bool",
     ),
     "rollout_logprobs": Column(
-        "log-probs of the sampling distribution; absent if nothing was sampled", "inference engine", "mismatch", "f32"
+        "log-probs of the sampling distribution; absent if no token was sampled", "inference engine", "mismatch", "f32"
     ),
     "old_logprobs": Column(
         "log-probs of the training engine before the update, at the sampling temperature",
@@ -57,7 +61,7 @@ COLUMNS = {
         "f32",
     ),
     "TEACHER/chunks": Column(
-        "for a teacher with another tokenizer: index of the first token of each token's chunk; -1 without a chunk",
+        "if tokenizers differ: index of the first token that shares the token's credit; -1 without credit",
         "FrozenModels",
         "objective.columns, audit, policy loss, metrics",
         "i32",
@@ -69,7 +73,7 @@ COLUMNS = {
         "external_advantages, value_columns",
         "f32",
     ),
-    "old_values": Column("`values`, in a shard", "value_columns", "value loss", shard="f32"),
+    "old_values": Column("the column `values` in a shard", "value_columns", "value loss", shard="f32"),
     "returns": Column(
         "training targets of the values; 0 outside the action mask",
         "external_advantages",
@@ -85,16 +89,23 @@ COLUMNS = {
         "f32",
     ),
     "loss_mask": Column(
-        "true for action tokens in the loss; absent: all action tokens",
+        "true for action tokens in the loss; if absent, all action tokens are in the loss",
         "objective.filters, objective.mismatch",
         "objective.columns, objective.advantages",
         "bool",
     ),
     "importance_weights": Column(
-        "weight of each token in the policy loss; absent: 1", "objective.mismatch", "policy loss", "f32", "f32"
+        "weight of each token in the policy loss; if absent, all weights are 1",
+        "objective.mismatch",
+        "policy loss",
+        "f32",
+        "f32",
     ),
     "token_level_rewards": Column(
-        "reward minus the penalties of teachers and reference policy", "objective.audit", "metrics, records", "f64"
+        "reward minus the penalties from the teachers and from the reference policy",
+        "objective.audit",
+        "metrics, records",
+        "f64",
     ),
     "total_advantages": Column(
         "advantages including the teachers' part, clipped", "objective.audit", "mismatch, metrics, records", "f64"
@@ -102,10 +113,10 @@ COLUMNS = {
     "mask": Column("tokens in the loss", "objective.columns", "losses", shard="bool"),
     "weight": Column("weight of a token in the mini-batch's mean", "objective.columns", "losses", shard="f32"),
     "opd_coefficients": Column(
-        "Σ opd_kl_coef of the sample's teachers", "objective.columns", "policy loss", shard="f32"
+        "sum of opd_kl_coef over the sample's teachers", "objective.columns", "policy loss", shard="f32"
     ),
     "opd_teacher": Column(
-        "Σ opd_kl_coef · log-probs of the sample's teachers", "objective.columns", "policy loss", shard="f32"
+        "sum of opd_kl_coef · log-prob over the sample's teachers", "objective.columns", "policy loss", shard="f32"
     ),
     "TEACHER/chunk_coefficients": Column(
         "opd_kl_coef of a teacher with another tokenizer, at tokens that have a chunk",
@@ -114,18 +125,21 @@ COLUMNS = {
         shard="f32",
     ),
     "TEACHER/chunk_teacher": Column(
-        "opd_kl_coef · log-probs of that teacher, at tokens that have a chunk",
+        "opd_kl_coef · log-probs of a teacher with another tokenizer, at tokens that have a chunk",
         "objective.columns",
         "policy loss",
         shard="f32",
     ),
     "actions": Column(
-        "`action_mask`, present if opd_kl_discount needs it", "objective.columns", "policy loss", shard="bool"
+        "the column `action_mask`; present only if opd_kl_discount needs it",
+        "objective.columns",
+        "policy loss",
+        shard="bool",
     ),
     "demonstration": Column("tokens of demonstrations", "objective.columns", "policy loss", shard="bool"),
     "rewards": Column("the sample's reward, at each token", "objective.columns", "policy loss", shard="f32"),
     "TEACHER/share": Column(
-        "a teacher's opd_kl_coef; 0 in samples that it did not score",
+        "a teacher's opd_kl_coef; 0 in samples that the teacher did not score",
         "objective.columns",
         "distillation loss",
         shard="f32",
@@ -157,7 +171,7 @@ def logprobs_column(teacher: str) -> str:
 
 
 def teacher_columns(logprobs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a map: name of the log-prob column of each teacher -> its log-probs."""
+    """Return a map: name of a teacher's log-prob column -> log-probs of the teacher."""
     return {logprobs_column(name): array for name, array in logprobs.items()}
 
 
@@ -167,7 +181,7 @@ def chunks_column(teacher: str) -> str:
 
 
 def teacher_logprobs(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a map: teacher -> log-probs, from the columns `TEACHER/logprobs` in their order."""
+    """Return a map: teacher -> log-probs, in the order of the columns `TEACHER/logprobs`."""
     return {name.removesuffix(_LOGPROBS): array for name, array in columns.items() if name.endswith(_LOGPROBS)}
 
 

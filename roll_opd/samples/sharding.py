@@ -1,8 +1,8 @@
 """Assign a batch's samples to data-parallel ranks and micro-batches, and split the batch into a shard per rank.
 
 The driver computes the assignment once. The assignment is deterministic and balances the number of tokens; there is no
-padding. A shard also has a template for each set of columns in the batch: a sample without a scored token. Because of
-the templates, all ranks build the same columns.
+padding. Each shard also has templates. A template is a sample without a scored token, and there is one template for
+each set of columns that occurs in the batch. Because of the templates, all ranks build the same columns.
 """
 
 import heapq
@@ -42,7 +42,10 @@ def singles(lengths: Sequence[int]) -> list[Unit]:
 
 
 def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
-    """Return units of `size` consecutive sequences; ValueError if the number of sequences is no multiple of `size`."""
+    """Return units of `size` consecutive sequences.
+
+    Raises ValueError if the number of sequences is not a multiple of `size`.
+    """
     if len(lengths) % size:
         raise ValueError(
             f"{len(lengths)} sequences are not a multiple of {size}, the number of sequences that belong together"
@@ -52,10 +55,10 @@ def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
 
 
 def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -> int:
-    """Return the length of the prompt prefix that is shared with sequence `earlier` and so computed only once.
+    """Return the length of the prompt prefix that the sequence `tokens` shares with the sequence `earlier`.
 
-    The length is 0 if sharing saves less than its attention mask costs. Both sequences are int64 [T]; `prompt_length`
-    belongs to `tokens`.
+    The model computes a shared prefix only once. The returned length is 0 if sharing the prefix would save less than
+    the attention mask for it costs. Both sequences are int64 [T]; `prompt_length` is the prompt length of `tokens`.
     """
     end = min(len(earlier), prompt_length)
     differing = np.flatnonzero(earlier[:end] != tokens[:end])
@@ -66,7 +69,8 @@ def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -
 def relatives(sequences: Sequence[tuple[np.ndarray, int]], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
     """Return units in which each sequence shares a prefix with the previous sequence; the prefix is computed once.
 
-    The unit size minimises the tokens of the largest rank. Each of `sequences` is (tokens int64 [T], prompt length).
+    The size of the units is chosen so that the rank with the most tokens has as few tokens as possible. Each element of
+    `sequences` is a pair: the tokens, int64 [T], and the prompt length.
     """
     order = sorted(range(len(sequences)), key=lambda number: sequences[number][0].tobytes())
     families: list[list[_Relative]] = []
@@ -92,7 +96,10 @@ def _most_tokens(units: Sequence[Unit], ranks: int) -> int:
 
 
 def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Split sequences with shared prefixes into units of at most `size` sequences and within `limits`."""
+    """Split sequences with shared prefixes into units.
+
+    A unit has at most `size` sequences. A unit of several sequences does not exceed `limits`.
+    """
     units: list[Unit] = []
     most_tokens = limits.tokens or sum(member.length for member in family)
     size = min(size, limits.sequences or size)
@@ -109,8 +116,9 @@ def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> li
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Split sequence numbers into `parts` lists of nearly equal total length; each list is in ascending order.
 
-    Each sequence, longest first, is added to the part with the fewest tokens (ties: the part with fewer sequences, then
-    the first). No part is empty if there are at least `parts` sequences.
+    The sequences are assigned one after the other, longest first. Each sequence goes to the part with the fewest
+    tokens. If several parts have equally few tokens, the sequence goes to the part with the fewest sequences, and then
+    to the first such part. No part is empty if there are at least `parts` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, 0, part) for part in range(parts)]  # heap of (number of tokens, number of sequences, part)
@@ -124,11 +132,11 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def micro_batches(
     units: Sequence[Unit], limits: MicroBatchLimits, multiple: int = 1, at_least: int = 0
 ) -> list[list[Unit]]:
-    """Split units into balanced micro-batches within `limits`; their number is the smallest possible multiple of
-    `multiple`.
+    """Split units into balanced micro-batches within `limits`.
 
-    A unit beyond the limits is a separate micro-batch, since a unit is never split. There are at least `at_least`
-    micro-batches; with fewer units, some are empty.
+    The number of micro-batches is the smallest multiple of `multiple` that is possible and not below `at_least`. If
+    there are fewer units than micro-batches, some micro-batches are empty. A unit is never split, so a unit that
+    exceeds a limit raises this limit to its own size.
     """
     if not units:
         return [[] for _ in range(at_least)]
@@ -151,7 +159,7 @@ def micro_batches(
 def _first(fits: Callable[[int], bool], start: int) -> int:
     """Return a number >= `start` that fits and whose predecessor does not fit (or is below `start`).
 
-    Galloping search: steps double until a number fits, then halve.
+    This is a galloping search: the step is doubled until a number fits, and the last interval is then bisected.
     """
     step, failing = 1, start - 1
     while not fits(number := failing + step):
@@ -167,7 +175,7 @@ def assign(
 ) -> list[list[list[int]]]:
     """Return each rank's micro-batches as lists of sequence numbers; see `micro_batches`.
 
-    With `equal`, all ranks have as many micro-batches as the largest rank needs.
+    If `equal` is true, all ranks get the same number of micro-batches, at least as many as the rank that needs most.
     """
     shares = [[units[n] for n in share] for share in split_balanced([unit.tokens for unit in units], ranks)]
     split = [micro_batches(share, limits, multiple) for share in shares]
@@ -194,7 +202,10 @@ def _numbers(parts: Sequence[Sequence[Unit]]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Packing:
-    """Rules for assigning an engine's sequences to ranks and micro-batches; each call gets the limits."""
+    """Rules for assigning an engine's sequences to ranks and micro-batches.
+
+    The limits of a micro-batch are an argument of each call.
+    """
 
     ranks: int  # data-parallel
     multiple: int = 1  # the number of micro-batches is a multiple of this
@@ -204,9 +215,10 @@ class Packing:
     def assign(
         self, sequences: Sequence[tuple[np.ndarray, int]], limits: MicroBatchLimits, group_size: int = 1
     ) -> Assignment:
-        """Return each rank's micro-batches of `sequences`; each sequence is (tokens int64 [T], prompt length).
+        """Return the micro-batches of each rank, as lists of sequence numbers.
 
-        `group_size` consecutive sequences stay in one micro-batch.
+        Each element of `sequences` is a pair: the tokens, int64 [T], and the prompt length. `group_size` consecutive
+        sequences stay in one micro-batch.
         """
         lengths = [len(tokens) for tokens, _ in sequences]
         if group_size > 1:
@@ -220,7 +232,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class DPShard:
-    """A data-parallel rank's part of a batch: template samples, then the rank's samples, numbered consecutively."""
+    """A data-parallel rank's part of a batch: first the templates, then the rank's samples.
+
+    The numbers in `micro_batches` are indices in `samples`.
+    """
 
     samples: Sequence[Sample]
     micro_batches: list[list[int]]
@@ -229,13 +244,16 @@ class DPShard:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """All shards of a batch, and the batch number of each sample in a shard (-1 for templates)."""
+    """All shards of a batch, and for each sample in a shard its number in the batch (-1 for templates)."""
 
     shards: list[DPShard]
     numbers: list[list[int]]
 
     def merged(self, answers: Iterable[tuple[int, Mapping[int, Any] | None]]) -> dict[int, Any]:
-        """Return values by sample number in the batch, from (rank, values by sample number in its shard)."""
+        """Return a map: sample number in the batch -> value.
+
+        Each element of `answers` is a pair: a rank, and a map from sample numbers in the rank's shard to values.
+        """
         return {
             self.numbers[rank][number]: value for rank, values in answers for number, value in (values or {}).items()
         }
@@ -246,8 +264,8 @@ def shard_batch(
 ) -> ShardedBatch:
     """Return the batch sharded by `assignment`.
 
-    Every shard has a template for each layout in the batch. A layout is the presence of routes, and the names of
-    targets in `held`.
+    Every shard has a template for each layout in the batch. Two samples have the same layout if both of them have
+    routes or neither has, and if `held` has targets with the same names for both.
     """
     templates: dict[Hashable, int] = {}
     for number, sample in enumerate(samples):
@@ -267,7 +285,7 @@ def shard_batch(
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A rank's result of an update: sums over the rank's tokens, and log-probs from the forward pass."""
+    """The result of an update on one rank: sums over the rank's tokens, and log-probs from the rank's forward pass."""
 
     sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `update` in trainer and critic
     logprobs: dict[int, np.ndarray]  # sample number -> log-probs before the update, f32 [T-P]

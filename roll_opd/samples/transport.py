@@ -1,9 +1,9 @@
 """Samples and tensors in messages between processes.
 
-`Compact` pickles many small arrays as one buffer. A step's samples have thousands of arrays of a few dozen numbers; Ray
-would store each array separately, and this would take longer than some stages. Many instances of a dataclass are
-pickled field by field, with the arrays of a field concatenated. Many weights travel in a bucket
-(`samples.weight_bucket`).
+`Compact` pickles many small arrays as one buffer. The samples of a step have thousands of arrays, and each array has
+only a few dozen numbers. Ray would store each array separately, and this would take longer than some stages of the
+step. A list of instances of one dataclass is pickled field by field, and the flat arrays of a field are concatenated.
+Large numbers of weights are sent in a bucket (`samples.weight_bucket`).
 """
 
 import itertools
@@ -50,7 +50,7 @@ def _opened(data: bytes, buffer: np.ndarray, spans: list[tuple[int, int]]) -> An
 
 
 class _Rows:
-    """Instances of one dataclass, as one list for each field."""
+    """Instances of one dataclass, stored as one list of values for each field."""
 
     def __init__(self, kind: type, values: Sequence[Any]) -> None:
         self._kind = kind
@@ -77,7 +77,7 @@ def _by_fields(value: Any) -> Any:
 
 
 def _column(values: list[Any]) -> tuple[Callable[..., Sequence[Any]], Any, Any]:
-    """Return a function and its arguments that restore these values (pickle's protocol)."""
+    """Return a function that restores the values, and the arguments of the function, as `__reduce__` does."""
     first, kinds = values[0], {type(value) for value in values}
     if all(value is first for value in values):
         return _repeated, first, len(values)
@@ -110,13 +110,13 @@ def _listed(values: list[Any], _: None) -> list[Any]:
 def as_array(tensor: Tensor) -> np.ndarray:
     """Return `tensor`, from any device and without its gradient, as an array of the same shape.
 
-    numpy has no bf16: a bf16 tensor becomes an int16 array; int16 has no other use here.
+    NumPy has no bf16, so a bf16 tensor becomes an int16 array. No other tensor in a message has the dtype int16.
     """
     tensor = tensor.detach().cpu()
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """Return the tensor from which `as_array` made this array, on the CPU."""
+    """Return a CPU tensor with the values of the tensor from which `as_array` made this array."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype is torch.int16 else tensor

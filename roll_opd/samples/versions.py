@@ -1,7 +1,8 @@
-"""Versions of the weights that sampled a response, as runs of (version, tokens).
+"""Versions of the weights that sampled a response, as runs of (version, number of tokens).
 
-`((3, 12), (None, 5), (4, 9))`: version 3 sampled 12 tokens, 5 tokens were not sampled (an observation or a user's
-turn), and version 4 sampled 9. The runs cover the whole response. `()`: unknown, or nothing was sampled.
+For example, `((3, 12), (None, 5), (4, 9))` means that version 3 sampled the first 12 tokens, that the next 5 tokens
+were not sampled (they are an observation or a user's turn), and that version 4 sampled the last 9 tokens. The runs
+cover the whole response. The value `()` means that the versions are unknown, or that no token was sampled.
 """
 
 from collections import Counter
@@ -13,7 +14,10 @@ Versions = tuple[tuple[int | None, int], ...]
 
 
 def concatenated(parts: Iterable[Versions]) -> Versions:
-    """Return the runs of consecutive parts of a response; neighbouring runs of one version become one."""
+    """Return the runs of a response from the runs of its consecutive parts.
+
+    Neighbouring runs of the same version are joined.
+    """
     runs: list[tuple[int | None, int]] = []
     for version, tokens in (run for part in parts for run in part):
         if runs and runs[-1][0] == version:
@@ -24,7 +28,7 @@ def concatenated(parts: Iterable[Versions]) -> Versions:
 
 
 def truncated(runs: Versions, tokens: int) -> Versions:
-    """Return the runs of the first `tokens` tokens."""
+    """Return the runs of the first `tokens` tokens of a response."""
     kept = []
     for version, length in runs:
         if tokens > 0:
@@ -34,7 +38,7 @@ def truncated(runs: Versions, tokens: int) -> Versions:
 
 
 def of_mask(action_mask: np.ndarray, version: int) -> Versions:
-    """Return the runs of a response whose action tokens were all sampled by `version`."""
+    """Return the runs of a response in which every action token was sampled by `version`."""
     return concatenated([((version if sampled else None, 1),) for sampled in action_mask.tolist()])
 
 
@@ -44,7 +48,7 @@ def sampling_versions(runs: Versions) -> set[int]:
 
 
 def tokens_by_version(responses: Iterable[Versions]) -> Counter[int]:
-    """Return the number of sampled tokens of each version, over several responses."""
+    """Return a map: version -> number of tokens that the version sampled, summed over `responses`."""
     counts: Counter[int] = Counter()
     for version, tokens in (run for runs in responses for run in runs):
         if version is not None and tokens:

@@ -1,7 +1,8 @@
 """Buckets of named tensors in anonymous shared memory, with fingerprints that a reader verifies.
 
-A bucket is a memfd, which has no name in any file system. The kernel frees it when its last user exits, even by
-SIGKILL. Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
+A bucket is a memfd, which has no name in any file system. The kernel frees the memory when the last process that uses
+the bucket exits, even if SIGKILL ends the process. Readers on the same machine map the bucket through
+`/proc/<pid>/fd/<fd>`.
 """
 
 import mmap
@@ -25,7 +26,7 @@ Description = dict[str, Any]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return "bfloat16" for `torch.bfloat16`; ValueError for a dtype that weights cannot have."""
+    """Return the name of a dtype, such as "bfloat16". Raises ValueError for a dtype that weights cannot have."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"weights of dtype {name} cannot be transferred; convert them to one of {', '.join(DTYPES)}")
@@ -33,7 +34,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def sampled_rows(rows: int) -> list[int]:
-    """Return the row numbers in a fingerprint, sorted and unique: first, last, and evenly spaced rows between."""
+    """Return the numbers of the rows in a fingerprint, in ascending order and without duplicates.
+
+    These rows are the first row, the last row, and evenly spaced rows between the two.
+    """
     return sorted({round(i * (rows - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS)})
 
 
@@ -44,9 +48,10 @@ def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
 
 
 def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
-    """Return dtype name -> CRC-32 of each sampled row, for the tensor's dtype and the model's dtype.
+    """Return a map: dtype name -> CRC-32 of each sampled row of the tensor, converted to this dtype.
 
-    A vector counts as one row. To save time, at most `SAMPLED_ROWS` rows of a matrix are read.
+    The map has entries for the dtype of the tensor and for the dtype of the model. A vector counts as one row. To save
+    time, at most `SAMPLED_ROWS` rows of a matrix are read.
     """
     rows = tensor.detach().reshape(1, -1) if tensor.ndim == 1 else tensor.detach()
     picked = rows[sampled_rows(rows.shape[0])]
@@ -55,7 +60,10 @@ def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, lis
 
 
 def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, Any]:
-    """Return a tensor's description for readers, without its offset; ValueError for a tensor that is not a weight."""
+    """Return the description of a tensor for readers, without the offset.
+
+    Raises ValueError if the shape or dtype of the tensor is not possible for a weight.
+    """
     if tensor.numel() == 0 or tensor.ndim == 0:
         raise ValueError(
             f"weight {name!r} has shape {tuple(tensor.shape)}: expected at least one dimension, and no dimension"
@@ -68,7 +76,7 @@ def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[
 class BucketMemory:
     """Memory for successive buckets. It grows to the size of the largest bucket.
 
-    A reader must have finished with a bucket, or copied from it, before the next bucket is written.
+    A reader must have finished with a bucket, or must have copied its content, before the next bucket is written.
     """
 
     def __init__(self) -> None:
@@ -96,7 +104,10 @@ class BucketMemory:
         self.size = -(-end // ALIGNMENT) * ALIGNMENT
 
     def fill(self, content: np.ndarray, description: Description) -> None:
-        """Copy a bucket of another `BucketMemory` into this memory; `content` has its bytes, uint8 [size]."""
+        """Copy a bucket of another `BucketMemory` into this memory.
+
+        `content` has the bytes of the other bucket, uint8 [size].
+        """
         if len(content) > self._memory.numel():
             self._grow(len(content))
         self._memory.numpy()[: len(content)] = content
@@ -107,7 +118,7 @@ class BucketMemory:
         return self._memory.numpy()[: self.size]
 
     def describe(self) -> Description:
-        """Return the arguments of `map_bucket`; ValueError if the bucket is empty."""
+        """Return the arguments of `map_bucket`. Raises ValueError if the bucket is empty."""
         if not self._entries:
             raise ValueError("an empty weight bucket: every bucket of an update must hold at least one tensor")
         return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "size": self.size, "tensors": self._entries}
@@ -131,10 +142,11 @@ def bucketed(
     model_dtype: torch.dtype,
     limit: int,
 ) -> Iterator[tuple[BucketMemory, bool]]:
-    """Yield (bucket, is last) until all named tensors are written; nothing if there are no tensors.
+    """Write all named tensors into buckets. Yield each bucket, and whether the bucket is the last one.
 
-    A bucket has at most `limit` bytes; a larger tensor gets a separate bucket. Buckets are written lazily, into each
-    of `memories` in turn. `model_dtype` is the dtype of the models that load the tensors.
+    If there are no tensors, no bucket is yielded. A bucket has at most `limit` bytes; a tensor with more bytes gets a
+    separate bucket. A bucket is written only when the caller requests the next bucket. The buckets use the elements of
+    `memories` in turn. `model_dtype` is the dtype of the models that load the tensors.
     """
     turns = cycle(memories)
     memory = None
@@ -155,8 +167,8 @@ def map_bucket(
 ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
     """Return a bucket's memory, uint8 [size], and its tensors. The tensors are views that keep the memory alive.
 
-    The mapping is private: writing to a tensor changes no other process's view. FileNotFoundError or PermissionError
-    if the writer is on another machine, has ended, or belongs to another user.
+    The mapping is private, so other processes do not see a write to a tensor. Raises FileNotFoundError or
+    PermissionError if the process that wrote the bucket is on another machine, has ended, or belongs to another user.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

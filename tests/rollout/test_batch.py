@@ -214,7 +214,9 @@ def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
 
 
 def test_a_filter_that_nothing_passes_is_reported(make_source) -> None:
-    with pytest.raises(RunError, match=r"rejected the samples of \d+ prompts and kept 0.*query_filter_config"):
+    with pytest.raises(
+        RunError, match=r"rejected the samples of \d+ prompts and kept the samples of 0.*query_filter_config"
+    ):
         fill(make_source(), 1, wanted=2, extra=1, passes=lambda group: False)
 
 
@@ -274,5 +276,5 @@ def test_runs_of_which_none_makes_anything_are_reported(make_source) -> None:
             return []
 
     rollout = replace(rollout_of(Engine(), frozen_models([])), workflow=Silent())
-    with pytest.raises(RunError, match=r"returned no sample for \d+ prompts in a step of 2; correct the workflow"):
+    with pytest.raises(RunError, match=r"returned no sample for \d+ prompts in a step of 2 prompts; correct"):
         asyncio.run(fill_batch(make_source(), 2, rollout))
