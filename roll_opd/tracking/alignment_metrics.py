@@ -1,4 +1,7 @@
-"""Metrics of teachers with another tokenizer: how much their tokens of the answers differ from the student's."""
+"""Metrics of teachers with another tokenizer.
+
+They show how much student and teacher tokens of the same answers differ.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +13,10 @@ from roll_opd.samples.sample import Sample
 
 @dataclass(frozen=True)
 class Cut:
-    """Statistics of how student and teacher split the same action tokens; fractions are 0 without tokens."""
+    """Statistics of the tokens into which student and teacher split the same text.
+
+    The text is that of the action tokens. All fractions are 0 if there are no tokens.
+    """
 
     chunks: int
     chunked_bytes: float  # fraction of the covered bytes in chunks that are not one student token and one teacher token
@@ -37,7 +43,10 @@ def cut_of(samples: Sequence[Sample], teacher: str) -> Cut:
 
 
 def alignment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `opd/alignment/TEACHER/...` of each teacher with another tokenizer; see docs/metrics.md."""
+    """Return the metrics `opd/alignment/TEACHER/...` of each teacher with another tokenizer.
+
+    docs/metrics.md describes these metrics.
+    """
     found: dict[str, float] = {}
     for teacher in dict.fromkeys(name for sample in samples for name in sample.alignments):
         cut = cut_of(samples, teacher)

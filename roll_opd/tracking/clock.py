@@ -1,10 +1,12 @@
 """Wall time of each phase of a step, measured in the driver.
 
-Phases of one track are exclusive: if phases overlap, the time counts for the phase that was opened first. So teacher
-log-probs that are computed during generation count as generation until generation ends, and generation inside a
-validation counts as validation. A task may open a separate track for itself and the tasks that it starts; phases of
-different tracks count independently. "other" is the time in which no phase is open. If tracks do not overlap, the
-phases and "other" sum to the time of the step.
+Phases of one track are exclusive: if phases overlap, the time counts for the phase that was opened first. For example,
+the time for teacher log-probs that are computed during generation counts as generation until generation ends, and
+generation inside a validation counts as validation.
+
+A task may open a separate track for itself and for the tasks that it starts. Phases of different tracks are counted
+independently. The time during which no phase is open is reported as "other". If no phases of different tracks are open
+at the same time, the phases and "other" sum to the time of the step.
 """
 
 import threading
@@ -40,7 +42,7 @@ class PhaseClock:
     several tasks and threads."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, began: float | None = None) -> None:
-        """`began` is the start time of the first lap as a value of `now()`; default: the current time."""
+        """`began` is the start time of the first lap, as a value of `now()`. The default is the current time."""
         self._now = now
         self._lock = threading.Lock()
         self._open: list[_Phase] = []  # oldest first
@@ -52,7 +54,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the `with` block as phase `name`; ValueError unless it is one of `PHASES`."""
+        """Count the time inside the `with` block as phase `name`. Raises ValueError if `name` is not in `PHASES`."""
         if name not in self._seconds:
             raise ValueError(f"unknown phase {name!r}; known are {', '.join(PHASES)}")
         entry = _Phase(name, _TRACK.get(), self._now())
@@ -68,7 +70,11 @@ class PhaseClock:
 
     @contextmanager
     def track(self, name: str) -> Iterator[None]:
-        """Count phases inside the `with` block, and in tasks started in it, independently of other tracks."""
+        """Use the track `name` for phases inside the `with` block.
+
+        The track also applies to tasks that are started inside the block. Its phases are counted independently of the
+        phases of other tracks.
+        """
         before = _TRACK.set(name)
         try:
             yield
@@ -76,7 +82,10 @@ class PhaseClock:
             _TRACK.reset(before)
 
     def lap(self) -> dict[str, float]:
-        """Return phase -> seconds of this lap, with `other` (no phase) and `step` (total); start a new lap."""
+        """Return phase -> seconds of this lap, and start a new lap.
+
+        The dict also has `other`, the seconds without an open phase, and `step`, the seconds of the whole lap.
+        """
         with self._lock:
             self._settle()
             step = self._settled - self._lap_began
@@ -95,7 +104,7 @@ class PhaseClock:
             return Moment(self._laps, now - self._lap_began, phase, seconds)
 
     def _settle(self) -> None:
-        """Add the time since the last change, for each track, to the phase that was opened first."""
+        """Add the time since the last change to the oldest open phase of each track."""
         now = self._now()
         first = {phase.track: phase.name for phase in reversed(self._open)}
         for name in first.values():

@@ -50,16 +50,22 @@ class Console:
         self.note(progress_line(step, self._total, metrics, self._eta(step), width=columns(), short=self._short))
 
     def with_grading(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics; if they lack `GRADED`, add its last value, so that the mean reward keeps its label."""
+        """Return the metrics, including the last value of `GRADED` if a step has had this metric.
+
+        The mean validation reward therefore keeps its label at steps without a validation.
+        """
         self._graded |= {name: metrics[name] for name in (GRADED,) if name in metrics}
         return {**self._graded, **metrics}
 
     def count(self, metrics: Mapping[str, float]) -> None:
-        """Record the duration of a step, from which the remaining time is estimated."""
+        """Record the duration of a step. The remaining time is estimated from the durations of the last steps."""
         self._seconds.append(metrics.get(STEP_SECONDS, 0.0))
 
     def unfinished(self, step: int, seconds: float, phase: str | None, counts: str) -> str:
-        """Return the line of a running step: seconds so far, phase and counts; step 0 is the start-up."""
+        """Return the line of a running step: the seconds since its start, its phase and the counters.
+
+        Step 0 is the start-up of the run.
+        """
         parts = [f"step {step}/{self._total}" if step else "before step 1", duration(seconds)]
         left = self._eta(step - 1) - seconds if step else 0.0
         if left > 0:
@@ -105,7 +111,7 @@ def progress_line(
 
 
 def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
-    """Return the numbers of a step as texts, most important first."""
+    """Return the numbers of a step as texts, ordered from the most important to the least important."""
     validation = "val reward" if GRADED in metrics else "acc"
     numbers = [
         f"{label} {metrics[name]:{form}}"
@@ -128,7 +134,10 @@ def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
 
 
 def validation(metrics: Mapping[str, float]) -> str:
-    """Return the validation result as text: accuracy, or the mean reward if some rewards are neither 0 nor 1."""
+    """Return the validation result as text.
+
+    The text has the accuracy, or the mean reward if some rewards are neither 0 nor 1.
+    """
     what = "mean validation reward" if GRADED in metrics else "validation accuracy"
     return f"{what} {metrics[ACCURACY]:.3f}"
 
@@ -140,17 +149,17 @@ FIRST_LINE_S, MAX_INTERVAL_S = 15.0, 600.0
 
 
 class Count:
-    """A counter of finished items out of a total; `what` is the verb to show, such as `generated`."""
+    """A counter of finished items out of a total. `what` is the verb that is shown, such as `generated`."""
 
     def __init__(self, what: str, total: int = 0) -> None:
         self.what, self.total, self.done = what, total, 0
 
     def begin(self, total: int) -> None:
-        """Reset the counter to 0 of `total`."""
+        """Set the counter to 0 and the number of items to `total`."""
         self.total, self.done = total, 0
 
     def one(self, *_: object) -> None:
-        """Count one item as finished; usable as a callback."""
+        """Count one item as finished. This method can be used as a callback, because it ignores its arguments."""
         self.done += 1
 
 
@@ -188,8 +197,8 @@ def show_progress(
 
     Args:
         status: returns the current status.
-        line: prints a line; called at increasing intervals.
-        live: prints a line that replaces its previous line; None if the output is not a terminal.
+        line: prints a line. It is called at increasing intervals.
+        live: prints a line that replaces the previous live line. It is None if the output is not a terminal.
     """
     done = threading.Event()
 

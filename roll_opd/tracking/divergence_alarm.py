@@ -5,8 +5,9 @@ collapse, the reward does not rise. Self-distillation often collapses after 100 
 20). In another known failure of on-policy distillation, answers grow to the length limit (arXiv 2604.08527).
 
 An alarm is given if a change is large, is significant compared with the noise between steps (`significance`), and is
-present in both halves of the last window. The alarm about old samples has fixed limits: importance weights of a few
-sequences dominate an update before the reward falls (arXiv 2602.17616).
+present in both halves of the last window. The alarm for samples of old weights has fixed limits and does not depend on
+the reward, because the importance weights of a few sequences dominate an update before the reward falls (arXiv
+2602.17616).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,19 +61,19 @@ class Remedies:
         return _listed(["raise response_length", *self.shorter, "lower learning_rate"])
 
     def against_staleness(self) -> str:
-        """Return the advice against samples that are far from the student."""
+        """Return the advice against samples of weights that differ much from the student's."""
         return _listed([*self.fresher, "lower learning_rate"])
 
 
 @dataclass
 class _Series:
-    """Values of some metrics, at the steps that have all of these metrics."""
+    """The values of several metrics. Only steps that have all of these metrics are included."""
 
     names: tuple[str, ...]
     rows: list[list[float]] = field(default_factory=list)
 
     def add(self, metrics: Mapping[str, float | None]) -> bool:
-        """Append the values of a step if it has every metric; return whether they were appended."""
+        """Append the values of a step if it has every metric. Return whether the values were appended."""
         values = [_finite(metrics.get(name)) for name in self.names]
         given = [value for value in values if value is not None]
         if len(given) < len(self.names):
@@ -86,10 +87,10 @@ class _Series:
 
 
 class DivergenceAlarm:
-    """Compares the last steps of a run with earlier steps; each alarm is returned once."""
+    """Compares the last steps of a run with earlier steps. Each alarm is returned only once."""
 
     def __init__(self, *, is_itself: bool, remedies: Remedies | None = None) -> None:
-        """`is_itself`: a teacher has the student's weights, so agreement with the teacher is not progress."""
+        """Set `is_itself` if a teacher has the student's weights. Agreement with this teacher is then not progress."""
         self._is_itself, self._remedies = is_itself, remedies or Remedies()
         self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
         self._rewards, self._truncated = _Series((REWARD,)), _Series((TRUNCATED, LENGTH))
@@ -99,7 +100,7 @@ class DivergenceAlarm:
         self._steps, self._untested = 0, set[str]()
 
     def after(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """Add the metrics of a step and return new warnings; None is a value that is not finite."""
+        """Add the metrics of a step and return new warnings. The value None stands for a value that is not finite."""
         measured = {name for name, series in self._series.items() if series.add(metrics)}
         if self._rewards.add(metrics):
             measured.add(REWARD)
@@ -141,7 +142,7 @@ class DivergenceAlarm:
                     yield name, f"{name}: {_COLLAPSED[name](change, reward_text)}; {self._remedies.against_collapse()}"
 
     def _reward(self) -> str:
-        """Return a warning if the reward has lost a part of an earlier gain, else ""."""
+        """Return a warning if the reward has lost part of an earlier gain, otherwise an empty string."""
         steps = len(self._rewards.rows)
         if not is_due(steps):
             return ""
@@ -157,19 +158,23 @@ class DivergenceAlarm:
         )
 
     def _staleness(self) -> str:
-        """Return a warning if the last samples are far from the student, else ""."""
+        """Return a warning if the student differs much from the weights that sampled the last sequences, else ""."""
         shares, kl = self._effective.values()[:, -ESS_WINDOW:]
         effective = float(np.exp(np.log(np.maximum(shares, TINY)).mean()))
         if len(shares) < ESS_WINDOW or effective >= MIN_ESS or kl.mean() <= MIN_KL:
             return ""
         return (
-            f"{ESS}: the sequences of the last {ESS_WINDOW} steps count as {effective:.0%} of their number, because the"
-            f" student is {kl.mean():.2g} nats per token from the weights that sampled them: updates become noisy, and"
-            f" the reward may fall; {self._remedies.against_staleness()}"
+            f"{ESS}: the effective number of sequences in the last {ESS_WINDOW} steps is {effective:.0%} of their"
+            f" actual number, because the KL of the student from the weights that sampled the sequences is"
+            f" {kl.mean():.2g} nats per token: updates become noisy, and the reward may fall;"
+            f" {self._remedies.against_staleness()}"
         )
 
     def _truncation(self) -> str:
-        """Return a warning if answers have grown and more are truncated, independently of the reward, else ""."""
+        """Return a warning if answers have become longer and more answers are truncated, otherwise "".
+
+        The reward is not considered.
+        """
         values = self._truncated.values()
         steps = values.shape[1]
         window = max(LONG_WINDOW, min(MAX_WINDOW, steps // WINDOW_SHARE))
@@ -185,14 +190,17 @@ class DivergenceAlarm:
         if not (enough and min(truncated.errors[0], length.errors[0]) > threshold(steps)):
             return ""
         return (
-            f"{TRUNCATED}: answers grow and more are truncated: {first:.0%} ended at response_length around"
-            f" step {start + window // 2 + 1}, now {truncated.last[0]:.0%}; their mean length went from"
+            f"{TRUNCATED}: answers become longer, and more answers are truncated: {first:.0%} ended at response_length"
+            f" around step {start + window // 2 + 1}, now {truncated.last[0]:.0%}; the mean length of answers rose from"
             f" {length.first[0]:.3g} to {length.last[0]:.3g} tokens. Truncated answers have no end token and often "
             f"repeat themselves (see samples.jsonl); {self._remedies.against_length()}"
         )
 
     def _reward_shift(self) -> Shift | None:
-        """Return the change of the reward from the first to the last quarter of the steps; None for too few steps."""
+        """Compare the reward of the first and of the last steps. Return None if there are too few steps.
+
+        Each window has a quarter of the steps, but at least `WINDOW` and at most `MAX_WINDOW` steps.
+        """
         values = self._rewards.values() if self._rewards.rows else np.zeros((1, 0))
         steps = values.shape[1]
         return _change(values, max(WINDOW, min(MAX_WINDOW, steps // 4))) if steps >= 2 * WINDOW else None
@@ -203,7 +211,7 @@ def _is_significant(change: Shift, steps: int) -> bool:
 
 
 def _is_collapse(name: str, change: Shift) -> bool:
-    """Return whether a significant change is as large as in a collapse, in both halves of the last window."""
+    """Return whether a change is large enough for a collapse in both halves of the last window."""
     first, least = float(change.first[0]), float(change.least[0])
     if name == ENTROPY:
         return 0 <= least < MIN_ENTROPY * first
@@ -218,23 +226,23 @@ _COLLAPSED = {
         " collapsed onto a few answers"
     ),
     LENGTH: lambda change, reward: (
-        f"responses had {change.first[0]:.3g} tokens and have {change.last[0]:.3g}{reward}: the student adopts a style "
-        "instead of the task (see samples.jsonl)"
+        f"responses had {change.first[0]:.3g} tokens and now have {change.last[0]:.3g}{reward}: the student adopts a"
+        " style instead of the task (see samples.jsonl)"
     ),
     AGREEMENT: lambda change, reward: (
-        f"student and teacher shared {change.first[0]:.3g} of their probability and share"
+        f"the agreement of student and teacher rose from {change.first[0]:.3g} to"
         f" {change.last[0]:.3g}{reward}: the teacher has become equal to the student, so distillation has no effect"
     ),
 }
 
 
 def _change(values: np.ndarray, window: int) -> Shift | None:
-    """Return the change from the first window to the last; None if there are too few steps."""
+    """Compare the last window with the first window. Return None if there are too few steps."""
     return shift(values, window) if values.shape[1] >= 2 * window else None
 
 
 def _lowest_window(values: np.ndarray, window: int) -> int:
-    """Return the start of the window with the lowest mean."""
+    """Return the index of the first value of the window with the lowest mean."""
     return int(np.convolve(values, np.ones(window), "valid").argmin())
 
 

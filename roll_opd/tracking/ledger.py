@@ -1,11 +1,13 @@
-"""The ledger of a run's prompts: a row per step, with the draws trained on or filtered out, in a checksum chain.
+"""The ledger of a run's prompts has a row per step with the draws that were trained on or filtered out.
 
 A draw is a position in the run's sequence of prompts, over all epochs: a prompt that is read in two epochs has two
-draws. A row's checksum covers the row and the checksum before it, so a changed, missing or reordered row breaks the
-chain. A resume removes the rows after its checkpoint; the resumed run writes these rows again. Each draw has one row at
-most: trained, or dropped by a filter. Draws after the last row are in flight. With generation ahead of training a row
-also has the versions of the weights that sampled each trained draw; with these, the run can be repeated in the same
-order.
+draws. The rows form a checksum chain: the checksum of a row covers the row and the checksum of the previous row, so a
+changed, missing or reordered row breaks the chain. A resume removes the rows after the checkpoint, and the resumed run
+writes these rows again.
+
+Each draw occurs in at most one row, either as trained or as filtered. Draws that are not yet in any row are in flight.
+If generation runs ahead of training, a row also has the versions of the weights that sampled each trained draw. With
+these versions, the run can be repeated in the same order.
 """
 
 import json
@@ -20,7 +22,9 @@ STATE = "run_state.json"
 
 
 def audit(run: Path) -> tuple[dict[str, int], list[str]]:
-    """Return the counts of a run's ledger, and its errors: each draw must be trained or filtered exactly once.
+    """Return (counts, errors) of a run's ledger.
+
+    Each draw must be trained or filtered exactly once.
 
     Checkpoints must have the position in the data that the ledger implies. Raises FileNotFoundError if there is no
     ledger.
@@ -37,7 +41,7 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
     errors += [f"draw {draw} occurs {times} times" for draw, times in sorted(fates.items()) if times > 1]
     ages = {row["step"]: [row["step"] - 1 - oldest for oldest, _ in row.get(VERSIONS, ())] for row in rows}
     errors += [
-        f"step {step} trained on a draw that later weights sampled"
+        f"step {step} trained on a draw that was sampled with weights of a later step"
         for step, of_step in ages.items()
         if min(of_step, default=0) < 0
     ]
@@ -59,7 +63,7 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def _done(state: dict[str, Any]) -> set[int]:
-    """Return the draws that are trained or filtered according to the state of a checkpoint."""
+    """Return the draws that the state of a checkpoint counts as trained or filtered."""
     source = state["source"]
     position = source["taken"] if "taken" in source else sum(stream["taken"] for stream in source["streams"])
     return {*range(position), *source.get("passed", ())}
@@ -68,9 +72,9 @@ def _done(state: dict[str, Any]) -> set[int]:
 def _of_checkpoint(
     step: int, state: dict[str, Any], rows: Sequence[dict[str, Any]], earlier: Collection[int]
 ) -> list[str]:
-    """Return an error if a checkpoint's position in the data differs from the ledger's, else an empty list.
+    """Return an error if the position of a checkpoint in the data differs from the ledger, otherwise an empty list.
 
-    `earlier` has the draws before the ledger.
+    `earlier` has the draws that were done before the ledger begins.
     """
     done = _done(state)
     known = {draw for row in rows if row["step"] <= step for fate in FATES for draw in row[fate]} | set(earlier)
@@ -78,6 +82,6 @@ def _of_checkpoint(
         return []
     missing, extra = sorted(done - known)[:3], sorted(known - done)[:3]
     return [
-        f"the checkpoint of step {step} counts draws {missing} as done, which are not in the ledger, and draws {extra}"
-        " as open, which are in the ledger"
+        f"the checkpoint of step {step} disagrees with the ledger: draws {missing} are done only in the checkpoint, and"
+        f" draws {extra} are done only in the ledger"
     ]

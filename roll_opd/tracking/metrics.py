@@ -1,8 +1,8 @@
 """Metrics of distillation, rewards and validation, and a collector that reduces named values over a step.
 
-`docs/metrics.md` lists every name. Metrics that also exist in ROLL have the same names. Token statistics are over
-action tokens only. Statistics of a teacher leave out samples without the teacher's log-probs. Legend: K action tokens
-of all samples.
+`docs/metrics.md` lists every name. Metrics that also exist in ROLL have the same names. Token statistics include only
+action tokens. The statistics of a teacher do not include samples without log-probs of this teacher. Legend for array
+axes: K is the number of action tokens of all samples.
 """
 
 import math
@@ -58,13 +58,19 @@ class Metrics:
             self.add(name, value)
 
     def reduce(self) -> dict[str, float]:
-        """Return one number per name, in the order in which names were first added; omit names without a value."""
+        """Return one number per name.
+
+        The names are in the order in which they were first added. Names without a value are omitted.
+        """
         joined = {name: np.concatenate(parts) for name, parts in self._values.items()}
         return {name: REDUCTIONS[self._reductions[name]](values) for name, values in joined.items() if values.size}
 
 
 def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequence[str]) -> dict[str, float]:
-    """Return a map: `prefix/kind` -> the values reduced by this kind; empty if there are no values."""
+    """Reduce `values` with each reduction in `kinds`.
+
+    Return `prefix/kind` -> result, or an empty dict without values.
+    """
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return {}
@@ -77,7 +83,7 @@ def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequenc
 
 @dataclass(frozen=True)
 class _Scored:
-    """Student and teacher log-probs of one (sample, teacher) pair; arrays are [T-P].
+    """Student and teacher log-probs of one (sample, teacher) pair. All arrays have the shape [T-P].
 
     The mask is False at action tokens for which the teacher has no log-prob.
     """
@@ -105,7 +111,10 @@ def opd_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def distillation_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `opd/*` of samples, with or without a rollout; empty if no sample has teacher log-probs."""
+    """Return the metrics `opd/*` of samples, or an empty dict if no sample has teacher log-probs.
+
+    The samples may come from a rollout or from a data set.
+    """
     return _distillation([pair for experience in experiences for pair in _scored(experience)])
 
 
@@ -122,7 +131,7 @@ def _scored(experience: Sample) -> Iterable[_Scored]:
 
 
 def _action_values(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays [T-P] and select the action tokens; return f64 [K]."""
+    """Concatenate the arrays [T-P] and return the values of the action tokens, f64 [K]."""
     if not logprobs:
         return np.zeros(0)
     joined, mask = np.concatenate(logprobs), np.concatenate(masks)
@@ -174,7 +183,7 @@ def _exp(values: np.ndarray) -> np.ndarray:
 
 
 def _groups(prefix: str, names: Sequence[str], reverse_kl: np.ndarray, masks: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the mean of `reverse_kl`, f64 [K], for each name; `names` has the name of each sample."""
+    """Return the mean of `reverse_kl`, f64 [K], for each distinct name. `names` has one name per sample."""
     if len(set(names)) == 1:
         return statistics(f"{prefix}/{names[0]}/reverse_kl", reverse_kl, ("mean",))
     groups: dict[str, list[np.ndarray]] = {}
@@ -234,7 +243,10 @@ def _lengths(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return metrics of how the log-probs of inference and training engine differ for the same weights and tokens."""
+    """Return metrics of the difference between the log-probs of the inference engine and of the training engine.
+
+    Both engines compute the log-probs with the same weights and for the same tokens.
+    """
     both = [item for item in experiences if item.old_logprobs is not None]
     masks = [item.action_mask for item in both]
     gaps = _action_values([_checked(item, item.rollout_logprobs, "rollout") for item in both], masks)
@@ -243,16 +255,19 @@ def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str, float]:
-    """Return validation metrics from `samples` (k) answers to each held-out prompt, over all prompts and by tag.
+    """Return validation metrics over all held-out prompts and for each tag. Each prompt has `samples` (k) answers.
 
-    Samples of a prompt share a `group_id`; samples without a reward do not count. An episode of several steps counts as
-    one sample. Its reward is the mean over its steps, or the sum if each step has a separate reward, as in a game.
+    Samples of a prompt share a `group_id`. Samples without a reward do not count. An episode of several steps counts as
+    one sample. The reward of the episode is the mean over its steps, or the sum if each step has a separate reward, as
+    in a game.
 
-    `val_correct/<tag>/mean` is the mean reward, `stderr` its standard error over prompts. It is an accuracy if every
-    reward is 0 or 1; otherwise `val/reward/{max,min}` (`GRADED`) are returned too. If k > 1, more metrics are computed
-    over prompts with k rewards: `avg@k`, the mean fraction of correct answers (`RIGHT`), and `pass@j` for j in 1, 2, 4,
-    ...
-    and k, the probability that j answers drawn without replacement include a correct one.
+    `val_correct/<tag>/mean` is the mean reward, and `val_correct/<tag>/stderr` is its standard error over prompts. The
+    mean reward is an accuracy if every reward is 0 or 1. Otherwise the metrics `val/reward/max` (`GRADED`) and
+    `val/reward/min` are returned too.
+
+    If k > 1, two more kinds of metrics are computed over the prompts with k rewards. `avg@k` is the mean fraction of
+    correct answers, whose reward is at least `RIGHT`. `pass@j` is the probability that at least one of j answers is
+    correct if the j answers are drawn without replacement. It is computed for all powers of two below k and for k.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     runs = one_a_run(experiences, returns=True)
@@ -286,10 +301,10 @@ def pass_at(draws: int, samples: int, right: int) -> float:
     1 <= draws <= samples and 0 <= right <= samples.
     """
     if not (1 <= draws <= samples and 0 <= right <= samples):
-        raise ValueError(f"pass@{draws} of {samples} samples with {right} right ones does not exist")
+        raise ValueError(f"pass@{draws} is not defined for {samples} samples with {right} right samples")
     return 1.0 - math.comb(samples - right, draws) / math.comb(samples, draws)
 
 
 def _powers_of_two(limit: int) -> list[int]:
-    """Return 1, 2, 4, ... below `limit`, and `limit`."""
+    """Return the powers of two below `limit`, followed by `limit`."""
     return [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]

@@ -76,7 +76,10 @@ def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) ->
 
 
 def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
-    """Return steps, tokens, and wall time with its parts, as text, from `summary.json`."""
+    """Return a text with the numbers of steps and tokens, the wall time, and the parts of the wall time.
+
+    The values are those of `summary.json`.
+    """
     counts = {what: summary.get(f"{what}_tokens") for what in ("generated", "learned")}
     if counts["learned"] == counts["generated"]:  # the usual case
         del counts["learned"]
@@ -105,9 +108,12 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
 
 
 def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequence[str]:
-    """Return a script that loads the model in `directory` with transformers or vLLM; it works with and without a GPU.
+    """Return a script that loads the model in `directory` with transformers and with vLLM.
 
-    The script generates an answer to the beginning of `prompt`, with the model's chat template if `is_chat`.
+    The script works with and without a GPU.
+
+    It generates an answer to the beginning of `prompt`. If `is_chat` is set, the prompt is rendered with the model's
+    chat template.
     """
     path = json.dumps(str(directory), ensure_ascii=False)  # quotes and escapes
     generate = 'llm.chat([{"role": "user", "content": prompt}])' if is_chat else "llm.generate(prompt)"
@@ -131,7 +137,7 @@ def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequ
 
 
 def _literal(text: str, columns: int) -> str:
-    """Return the beginning of `text` as a Python string literal of at most `columns` columns, cut between words."""
+    """Return `text` as a Python string literal that is at most `columns` wide. A longer text is cut between words."""
     text, shown, width = text.strip(), "", 2  # the quotes
     for place, character in enumerate(text):
         written = _escaped(character)
@@ -195,7 +201,7 @@ def _ratio(value: float | None, base: float | None, of: str, stderr: float | Non
 def _ratio_stderr(
     value: float | None, base: float | None, stderr: float | None, base_stderr: float | None
 ) -> float | None:
-    """Return the standard error of value / base, to first order; None if neither value's standard error is known."""
+    """Return the first-order standard error of value / base, or None if no standard error is known."""
     if value is None or not base or (stderr is None and base_stderr is None):
         return None
     return math.hypot(stderr or 0.0, (base_stderr or 0.0) * value / base) / abs(base)
@@ -213,7 +219,10 @@ HARMLESS = re.compile(
 
 
 def changed_settings(parts: Any) -> str:
-    """Return why metrics of the run's `parts` (in `summary.json`) are not comparable; "" if they are comparable."""
+    """Return why metrics of the run's `parts` are not comparable, or "" if they are comparable.
+
+    The parts are stored in `summary.json`.
+    """
     later = parts[1:] if isinstance(parts, Sequence) and not isinstance(parts, str) else ()
     changes = [part.get("changed") if isinstance(part, dict) else None for part in later]
     if any(not HARMLESS.fullmatch(str(key)) for change in changes if isinstance(change, dict) for key in change):

@@ -14,7 +14,10 @@ MAX_REASON_LENGTH = 40  # maximum characters of a reason in a metric's name
 
 
 def reward_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `reward/<domain>/...` of all samples with a reward domain; empty if no sample has one."""
+    """Return the metrics `reward/<domain>/...` of all samples with a reward domain.
+
+    The result is empty if no sample has a reward domain.
+    """
     domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
     found: dict[str, float] = {}
     for domain in domains:
@@ -30,7 +33,7 @@ def scoring_metrics(
     Args:
         errors: failed attempts by kind.
         latencies: seconds from the end of a sample to its score.
-        queued: lengths of the queue, one after each change.
+        queued: the length of the queue after each change.
         restarts: number of replaced workers.
     """
     by_name: Counter[str] = Counter()
@@ -47,12 +50,15 @@ def scoring_metrics(
 
 
 def _metric_part(text: str) -> str:
-    """Return a reason or an error kind as part of a metric's name."""
+    """Convert a reason or an error kind to a valid part of a metric's name."""
     return re.sub(r"[^\w.-]+", "_", text)[:MAX_REASON_LENGTH].strip("_")
 
 
 def _most_common(counts: Counter[str]) -> dict[str, int]:
-    """Return the most common reasons and the sum of all other reasons, because every name becomes a chart."""
+    """Return the counts of the most common reasons, and the sum of the counts of all other reasons.
+
+    The number of reasons is limited, because every reason becomes a metric with a separate chart.
+    """
     common = dict(counts.most_common(MAX_REASONS))
     others = counts.total() - sum(common.values())
     return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})

@@ -1,8 +1,8 @@
-"""Run directory: paths of its files, lock, atomic writes, and JSON Lines files that survive a kill.
+"""The run directory: paths of its files, a lock, atomic writes, and JSON Lines files that stay readable after a kill.
 
 `<output_dir>/<exp_name>/<run id>/` holds a run, and `<output_dir>/<exp_name>/latest` links to the newest run. The
 driver locks the directory, because a second driver would truncate the files of the first. A kill may leave an
-incomplete last line in a file that is appended to; a resume truncates these files to the resumed step.
+incomplete last line in a JSON Lines file. A resume truncates the JSON Lines files to the resumed step.
 """
 
 import errno
@@ -90,7 +90,10 @@ class RunDirectory:
         return self.metrics_file.exists() or bool(checkpoints_of(self.path))
 
     def discard(self) -> None:
-        """Remove a run without results, and the directories made for the run; point `latest` at the previous run."""
+        """Remove a run without results and the directories that were made for it.
+
+        Point `latest` at the previous run.
+        """
         shutil.rmtree(self.path, ignore_errors=True)
         earlier = self.runs(self.path.parent.parent, self.path.parent.name)
         if earlier:
@@ -139,7 +142,10 @@ class RunDirectory:
         write_atomic(self.config_file, yaml)
 
     def read_config(self) -> dict[str, Any]:
-        """Return the configuration that `write_config` wrote, as plain data; empty if it was not called."""
+        """Return the configuration that `write_config` wrote, as plain data.
+
+        The result is empty if no configuration was written.
+        """
         if not self.config_file.exists():
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
@@ -149,7 +155,7 @@ class RunDirectory:
         write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), teacher: rows}, indent=2) + "\n")
 
     def read_preflight(self) -> dict[str, Any]:
-        """Return teacher -> stored preflight results; an empty map if there are none."""
+        """Return teacher -> stored preflight results, or an empty dict if no results are stored."""
         file = self.path / PREFLIGHT
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
@@ -195,7 +201,10 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def to_json(value: Any) -> str:
-    """Return one line of strict JSON: plain numbers, null for NaN and infinity, f32 arrays as shortest decimals."""
+    """Return `value` as one line of strict JSON.
+
+    NaN and infinity become null. Values of f32 arrays are written with as few digits as possible.
+    """
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
@@ -216,7 +225,10 @@ def _plain(value: Any) -> Any:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file without incomplete lines; empty for a missing file."""
+    """Return the objects of a JSON Lines file, or an empty list if the file is missing.
+
+    Incomplete lines are skipped.
+    """
     path = Path(path)
     if not path.exists():
         return []
@@ -232,7 +244,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Remove the rows after `step`; rows without a step are kept. The file is replaced atomically."""
+    """Remove the rows of steps after `step`. Rows without a step are kept. The file is replaced atomically."""
     if path.exists():
         kept = [row for row in read_jsonl(path) if row.get("step", step) <= step]
         write_atomic(path, "".join(f"{to_json(row)}\n" for row in kept))
@@ -261,7 +273,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @contextmanager
 def lock_run(run: Path) -> Iterator[None]:
-    """Hold the lock of `run` inside the block; raises `ConfigError` if another process holds it.
+    """Hold the lock of `run` inside the block. Raises `ConfigError` if another process holds the lock.
 
     The kernel releases the lock when the process ends, however it ends.
     """
@@ -295,7 +307,9 @@ class Ledger:
     def append(
         self, step: int, trained: Sequence[int], filtered: Sequence[int], versions: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Write the draws of a step and, if known, the oldest and newest version that sampled each trained draw.
+        """Append the row of a step, with its trained and filtered draws.
+
+        For each trained draw, `versions` has the oldest and the newest version of the weights that sampled the draw.
 
         Raises OSError like `RunDirectory.append_jsonl`.
         """

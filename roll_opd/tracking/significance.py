@@ -1,11 +1,12 @@
 """Statistical tests on noisy series of one value per training step: lost gains and lasting shifts.
 
-All functions are pure and take several series, f64 [R, T]. Legend: R runs, T steps so far, M lengths of the last
-window, L lengths of the best window, which ends where the last window starts.
+All functions are pure and take several series, f64 [R, T]. Legend for array axes: R is the number of runs, T the number
+of steps so far, M the number of lengths of the last window, and L the number of lengths of the best window. A best
+window ends where the last window starts.
 
-Both tests compare means over windows in units of their standard error, for many windows and at many steps of a run. The
-limits `least_evidence` and `threshold` account for all of them; `benchmarks/reward_alarm.py` derives `least_evidence`
-by simulation and compares the test with the most powerful test.
+Both tests compare the means of two windows and express the difference in standard errors. A run is tested with many
+pairs of windows and after many steps. The limits `least_evidence` and `threshold` account for all of these tests;
+`benchmarks/reward_alarm.py` derives `least_evidence` by simulation and compares the test with the most powerful test.
 """
 
 import math
@@ -44,7 +45,7 @@ TINY = 1e-18
 
 @dataclass(frozen=True)
 class Lost:
-    """The evidence, for each series, that a gain is being lost, and the means around the most significant fall."""
+    """The evidence that each series is losing an earlier gain, and the window means of the most significant fall."""
 
     evidence: np.ndarray  # [R] log of the mean likelihood ratio of all falls, -inf without a fall
     errors: np.ndarray  # [R] standard errors of the most significant fall
@@ -59,7 +60,10 @@ def is_due(steps: int) -> bool:
 
 
 def least_evidence(steps: int) -> float:
-    """Return the limit on `Lost.evidence` after `steps` steps; with more evidence, a run is losing its gain."""
+    """Return the limit on `Lost.evidence` after `steps` steps.
+
+    If the evidence exceeds it, the run is losing its gain.
+    """
     return EVIDENCE + EVIDENCE_PER_DOUBLING * math.log2(max(steps, FIRST_STEP) / FIRST_STEP)
 
 
@@ -70,12 +74,12 @@ def threshold(steps: int) -> float:
 
 
 def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.ndarray:
-    """Return the variance of a step's value around the trend, [R]; it determines the error of a window's mean.
+    """Return the variance of a step's value around the trend, [R]. The error of a window's mean is computed from it.
 
-    It is half the mean squared difference of neighbours (von Neumann 1941), but at least the mean of `stderr2` [R, T],
-    the recorded squared standard errors. If means over blocks of steps vary significantly more than independent steps
-    imply (for example because the difficulty of prompts drifts), the variance is computed from the block means (batch
-    means).
+    The variance is half the mean squared difference of neighbouring steps (von Neumann 1941), but at least the mean of
+    `stderr2` [R, T], the recorded squared standard errors. The steps may be correlated, for example if the difficulty
+    of prompts drifts. The means over blocks of steps then vary significantly more than with independent steps. In this
+    case the variance is computed from the block means (method of batch means).
     """
     steps = values.shape[1]
     white = (np.diff(values, axis=1) ** 2).mean(1) / 2
@@ -90,7 +94,10 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
 
 
 def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
-    """Return the variance between values `lag` apart, [R], from second differences, which remove linear trends."""
+    """Return the variance between values that are `lag` steps apart, [R].
+
+    It is computed from second differences, because these do not contain a linear trend.
+    """
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
     # the largest differences, from a jump or a turn, are left out
     smaller = np.sort(second**2, axis=1)[:, : int(KEPT * second.shape[1])]
@@ -101,10 +108,14 @@ def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
     """Test whether each series [R, T] rises significantly and later loses at least the fraction `LOST` of the gain.
 
     A fall is the mean of a best window minus the mean of all later steps. The later steps have equal weights, or
-    weights 1, 2, ... to detect a fall that continues. For a rising curve, the expected fall is not positive. The
-    evidence is the mean, over windows and weights, of a likelihood ratio: exp(PRIOR z^2 / 2) for a fall of z standard
-    errors whose size has a normal prior (up to a factor: Wakefield 2009). Falls are counted only after a significant
-    gain, if both halves of the last window lie below the best window, and if they exceed every earlier fall from which
+    weights 1, 2, ... to detect a fall that continues. If the curve still rises, the expected fall is zero or negative.
+
+    Each fall has a likelihood ratio. For a fall of z standard errors whose size has a normal prior, the ratio is
+    exp(PRIOR z^2 / 2) up to a constant factor (Wakefield 2009). The evidence is the log of the mean ratio over all
+    windows and weights.
+
+    A fall counts only if it loses more than the fraction `LOST` of a significant gain, if both halves of the last
+    window lie below the best window, and if it is more than `RECOVERED` times as large as every earlier fall from which
     the run recovered.
     """
     steps = values.shape[1]
@@ -138,12 +149,18 @@ def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
 
 
 def _lengths(shares: tuple[float, ...], shortest: int, steps: int) -> np.ndarray:
-    """Return the lengths, in steps and without duplicates, of windows that have these fractions of all steps."""
+    """Return the window lengths in steps, sorted and without duplicates.
+
+    Each length is a fraction in `shares` of all steps, but at least `shortest`.
+    """
     return np.unique(np.maximum(shortest, np.round(np.array(shares) * steps)).astype(int))
 
 
 def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
-    """Return the variance of the steps after each start, [R, M, L]; rewards near 0 or 1 vary less."""
+    """Return the variance of the values from each start to the last step, [R, M, L].
+
+    It is computed for each start, because rewards near 0 or 1 vary less than other rewards.
+    """
     squares = _sums(np.diff(values, axis=1) ** 2 / 2)
     return (squares[:, -1:, None] - squares[:, starts_ML]) / (values.shape[1] - 1 - starts_ML)
 
@@ -151,8 +168,10 @@ def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
 def _gain(
     sums: np.ndarray, best_RML: np.ndarray, squared_RML: np.ndarray, variance_RML: np.ndarray, starts_ML: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most significant gain of the best windows over a first window, and its standard errors, [R, M, L]
-    each."""
+    """Return the gains of the best windows and their sizes in standard errors, [R, M, L] each.
+
+    A gain is the mean of a best window minus the mean of a first window. The most significant first window is used.
+    """
     gain, errors = np.zeros(best_RML.shape), np.full(best_RML.shape, -np.inf)
     for length in _lengths(START_SHARES, SHORTEST_START, sums.shape[1] - 1):
         new = best_RML - (sums[:, length] / length)[:, None, None]
@@ -162,7 +181,10 @@ def _gain(
 
 
 def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> np.ndarray:
-    """Return the means of the last windows, [R, M], with weights 1, 2, ... from the window's first step on."""
+    """Return the weighted means of the last windows, [R, M].
+
+    The steps of a window have the weights 1, 2, 3 and so on.
+    """
     steps = values.shape[1]
     moments = _sums(values * np.arange(1, steps + 1))
     weighted = moments[:, -1:] - moments[:, ends_M] - ends_M * (sums[:, -1:] - sums[:, ends_M])
@@ -170,20 +192,23 @@ def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> n
 
 
 def _normal(fall: np.ndarray, squared: np.ndarray, steps: int) -> np.ndarray:
-    """Return the squared z-score that has the same likelihood ratio as a fall's Student's t statistic."""
+    """Convert the Student's t statistic of a fall to the squared z-score with the same likelihood ratio."""
     freedom = FREEDOM * steps
     return freedom * np.log1p(np.maximum(fall, 0) ** 2 / squared / freedom)
 
 
 def _halves(sums: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the means of the later halves and of the earlier halves of the last windows, [R, M] each."""
+    """Return (means of the later halves, means of the earlier halves) of the last windows, [R, M] each."""
     middles = sums.shape[1] - 1 - windows // 2
     later = (sums[:, -1:] - sums[:, middles]) / (windows // 2)
     return later, (sums[:, middles] - sums[:, -1 - windows]) / (windows - windows // 2)
 
 
 def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) -> np.ndarray:
-    """Return the depth of the deepest valley between two peaks of the smoothed series, [R, M]; 0 if it is noise."""
+    """Return the depth of the deepest valley between two peaks of each smoothed series, [R, M].
+
+    The depth is 0 if the valley is not significant.
+    """
     deepest = []
     for length in windows:
         means = _windows(sums, length)
@@ -196,7 +221,7 @@ def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) ->
 
 @dataclass(frozen=True)
 class Shift:
-    """The comparison of each series' last window with its first window."""
+    """The comparison of the last window of each series with an earlier window."""
 
     errors: np.ndarray  # [R] standard errors of last - first
     first: np.ndarray  # [R]
@@ -205,9 +230,9 @@ class Shift:
 
 
 def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
-    """Return the change of the series [R, T] from the `window` steps after `start` to the last `window` steps.
+    """Compare two windows of each series [R, T]: the `window` steps from `start` on, and the last `window` steps.
 
-    The noise of a window is taken as the noise of the whole series or of the window, whichever is larger.
+    The variance used for a window is the larger of two variances: that of the whole series and that of the window.
     """
     sums, variance = _sums(values), step_variance(values)
     first = (sums[:, start + window] - sums[:, start]) / window
@@ -220,7 +245,7 @@ def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """Return the sums of the first 0, 1, ... T values, [R, T + 1]."""
+    """Return the cumulative sums of each series, [R, T + 1]. The first sum is 0."""
     return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
 
 
@@ -230,6 +255,6 @@ def _windows(sums: np.ndarray, length: int) -> np.ndarray:
 
 
 def _last_window(sums: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the means of the last window, of its later half and of its earlier half, [R] each."""
+    """Return three means for each series, [R] each: of the last window, of its later half and of its earlier half."""
     later, earlier = _halves(sums, np.array([length]))
     return (sums[:, -1] - sums[:, -1 - length]) / length, later[:, 0], earlier[:, 0]

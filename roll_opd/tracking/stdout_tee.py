@@ -26,7 +26,7 @@ _current: "StdoutTee | None" = None
 
 @contextmanager
 def tee_output() -> Iterator["StdoutTee"]:
-    """Copy all output inside the block; a nested block returns the tee of the outer block."""
+    """Copy all output inside the block. In a nested block, the tee of the outer block is used."""
     global _current
     if _current:
         yield _current
@@ -56,11 +56,11 @@ class StdoutTee:
 
     @property
     def is_live(self) -> bool:
-        """Whether standard output is a terminal, where a line can be updated in place."""
+        """Whether standard output is a terminal in which a line can be updated in place."""
         return bool(self._terminal and self._terminal.isatty()) and os.environ.get("TERM") != "dumb"
 
     def write_to(self, directory: Path) -> None:
-        """Append all output, past and future, to `CONSOLE_LOG` in `directory`."""
+        """Append all earlier and later output to the file `CONSOLE_LOG` in `directory`."""
         with self._lock:
             self._file = directory / CONSOLE_LOG
             self._add(self._lines)
@@ -110,7 +110,10 @@ class StdoutTee:
 
 
 class _Copy:
-    """A text stream that sends writes to the tee as well; other attributes are the original stream's."""
+    """A text stream that passes all writes to the tee.
+
+    Other attributes are read from the original stream.
+    """
 
     def __init__(self, stream: TextIO, tee: StdoutTee, *, of_errors: bool) -> None:
         self.stream, self.of_errors = stream, of_errors
@@ -124,7 +127,7 @@ class _Copy:
             self.write(line)
 
     def lines(self, text: str) -> list[str]:
-        """Return the lines that `text` completes, as a terminal shows them."""
+        """Return the lines that `text` completes. Each line is returned as a terminal shows it."""
         *whole, rest = (self._rest + text).split("\n")
         self._rest = "\r".join(rest.split("\r")[-2:])  # removes earlier updates of a live line
         return [readable(line) for line in whole]
@@ -145,6 +148,6 @@ def append(file: Path, lines: Sequence[str]) -> None:
 
 
 def readable(line: str) -> str:
-    """Return the text that a terminal finally shows for a line: the last update, without control characters."""
+    """Return the text that a terminal shows for a line after its last update, without control characters."""
     updates = [part for part in ESCAPES.sub("", line).split("\r") if part]
     return CONTROLS.sub("", updates[-1]) if updates else ""

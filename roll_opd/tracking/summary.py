@@ -1,6 +1,6 @@
 """Write `summary.json`: results, totals and times of a run.
 
-Most values are computed from `metrics.jsonl`, so that they cover all parts of a resumed run.
+Most values are computed from `metrics.jsonl`. They therefore cover all parts of a resumed run.
 """
 
 import json
@@ -75,12 +75,12 @@ def write_summary(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of a run, computed from the rows of `metrics.jsonl`; None for a metric without a value.
+    """Return the results of a run, computed from the rows of `metrics.jsonl`. A metric without a value is None.
 
     For a validation metric, `_first` is the value before training and `_last` the value at the last validation. For a
-    step metric, the two are the means over the first and the last tenth of the steps. The mean validation reward is
-    `val_accuracy` if all rewards are 0 or 1, else `val_reward`. Seconds are wall time over all parts of a run; a step
-    that was repeated after a resume counts once.
+    step metric, `_first` is the mean over the first tenth of the steps and `_last` the mean over the last tenth. The
+    mean validation reward is `val_accuracy` if all rewards are 0 or 1, else `val_reward`. The seconds are the wall time
+    of all parts of a run. A step that was repeated after a resume counts once.
     """
     graded = bool(_column(rows, GRADED))
     teacher = _last(_column(rows, TEACHER_ACCURACY))
@@ -132,13 +132,19 @@ def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def within_noise(difference: float, *stderrs: float | None) -> bool:
-    """Return whether two independent means differ by less than `NOISE` standard errors; False if unknown."""
+    """Return whether two independent means differ by less than `NOISE` standard errors.
+
+    The result is False if no standard error is known.
+    """
     known = [value for value in stderrs if value is not None]
     return bool(known) and abs(difference) < NOISE * math.hypot(*known)
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages in `PACKAGES`; None for packages that are not installed."""
+    """Return the versions of Python and of the packages in `PACKAGES`.
+
+    The version is None if a package is not installed.
+    """
     found: dict[str, str | None] = {"python": python_version()}
     for name, distributions in PACKAGES.items():
         found[name] = next(filter(None, map(_version, distributions)), None)
@@ -157,7 +163,10 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _before_and_after(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
-    """Return the first and the last value; a single value counts as the first if it is of step 0, else as the last."""
+    """Return (first value, last value).
+
+    A single value is the first value if it belongs to step 0, else the last value.
+    """
     measured = [row for row in rows if row.get(name) is not None]
     if len(measured) > 1:
         return measured[0][name], measured[-1][name]

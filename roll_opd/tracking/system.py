@@ -18,7 +18,10 @@ TRAIN_FLOPS, TRAIN_RATE = "system/train_flops", "system/train_flops_per_second"
 
 
 def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Return those rates of a step for which `row` has the amount and the seconds."""
+    """Return the rates (tokens or FLOPs per second) of a step.
+
+    A rate is left out if `row` does not have its amount or its seconds.
+    """
     rates = {
         "system/tps": (row.get(STEP_TOKENS), row.get(STEP_SECONDS)),
         "system/generate_tps": (row.get(GENERATED_TOKENS), row.get("time/generate")),
@@ -37,12 +40,12 @@ class TrainingFlops:
         self._peak = peak and peak * len(learner.devices)
 
     def of_step(self, samples: Iterable[Sample]) -> dict[str, float]:
-        """Return `system/train_flops` of the updates of a step with these samples."""
+        """Return the metric `system/train_flops`, the FLOPs of a step's updates on these samples."""
         each = (sequence_flops(self._info, len(one.tokens), one.response_length) for one in samples)
         return {TRAIN_FLOPS: self._passes * sum(each)}
 
     def utilisation(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Return `system/mfu`; nothing without GPUs of a known peak."""
+        """Return the metric `system/mfu`, or an empty dict if the rate or the peak of the devices is not known."""
         rate = row.get(TRAIN_RATE)
         return {"system/mfu": rate / self._peak} if rate and self._peak else {}
 

@@ -1,7 +1,7 @@
 """Trackers: the registry, a background writer, and `Trackers`, which writes a step's metrics to all trackers.
 
-`track_with` names a registered tracker or a dotted path. `metrics.jsonl` is written synchronously; every other tracker
-runs in the background, so that a hanging tracker does not stop training.
+`track_with` names a registered tracker or a dotted path. `metrics.jsonl` is written synchronously. Every other tracker
+runs in a background thread, so that a hanging tracker does not stop training.
 """
 
 import queue
@@ -21,14 +21,14 @@ from roll_opd.tracking.run_directory import METRICS, RunDirectory
 
 
 class TrackerError(Exception):
-    """A tracker in `track_with` is unknown; the error lists the known names."""
+    """Error for an unknown tracker in `track_with`. The message lists the known names."""
 
 
 class Tracker(Protocol):
     """Receives the metrics of every step. Methods are called from one thread."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of `step`. After an error it is called again with the same step."""
+        """Record the metrics of `step`. If this method raises an error, it is called again with the same step."""
 
     def close(self) -> None:
         """Write all pending data. Called once, after the last `log`."""
@@ -41,7 +41,7 @@ TrackerFactory = Callable[..., Tracker]
 
 @dataclass(frozen=True)
 class TrackerFacts:
-    """Properties of a tracker that the check of a configuration needs in addition to the arguments."""
+    """Properties of a tracker that are needed to check a configuration, in addition to the tracker's arguments."""
 
     packages: tuple[str, ...] = ()  # modules to install; the extra of this package has the tracker's name
 
@@ -59,9 +59,9 @@ register, find = TRACKERS.register, TRACKERS.find
 
 
 def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
-    """Return the id of this run at a tracking service; the first call creates it with `new`.
+    """Return the id of this run at a tracking service. The first call creates the id with `new`.
 
-    It is stored in the run directory, so that a resumed run continues the same run of the service.
+    The id is stored in the run directory, so that a resumed run continues the same run of the service.
     """
     file = run.path / "tracker_ids" / tracker
     if file.exists():
@@ -106,8 +106,10 @@ class TrackerTimeouts:
 
 
 class BackgroundTracker:
-    """The queue and thread of a tracker; `make` creates the tracker. No method raises; only `ready` and `join`
-    block."""
+    """Runs a tracker in a background thread with a queue of metrics. `make` creates the tracker.
+
+    No method raises an error. Only the methods `ready` and `join` block.
+    """
 
     def __init__(self, name: str, make: Callable[[], Tracker], timeouts: TrackerTimeouts) -> None:
         self._name, self._make, self._timeouts = name, make, timeouts
@@ -122,7 +124,7 @@ class BackgroundTracker:
 
     @property
     def works(self) -> bool:
-        """Whether the tracker is neither closed nor dropped."""
+        """Whether the tracker has neither been closed nor been dropped."""
         return not self._ended.is_set()
 
     def ready(self, timeout: float) -> None:
@@ -137,8 +139,8 @@ class BackgroundTracker:
         began = self._busy_since
         if began is not None and time.monotonic() - began > self._timeouts.silence:
             self._warn_slow(
-                f"has not responded for {self._timeouts.silence:.0f} s at step {step}; up to {self._timeouts.rows}"
-                " steps are queued, then the tracker is dropped"
+                f"has not responded for {self._timeouts.silence:.0f} s at step {step}; the tracker is dropped when"
+                f" {self._timeouts.rows} steps are queued"
             )
         try:
             self._rows.put_nowait((step, dict(metrics)))
@@ -146,7 +148,10 @@ class BackgroundTracker:
             self._drop(f"does not respond and is dropped at step {step}")
 
     def finish(self) -> None:
-        """Request to write the queue and close the tracker; `join` waits until this is done."""
+        """Request that the thread writes the queue and closes the tracker.
+
+        The method `join` waits for the end of the thread's work.
+        """
         try:
             self._rows.put_nowait(None)
         except queue.Full:
@@ -231,8 +236,9 @@ class Trackers:
     ) -> "Trackers":
         """Open the trackers `names` concurrently, each with the arguments in `args`.
 
-        `resume_step` is the last step of a resumed run. Raises `TrackerError` for an unknown name; a tracker that
-        cannot be opened (full disk, service down) is dropped with a warning.
+        For a resumed run, `resume_step` is the step of the checkpoint. Raises `TrackerError` for an unknown name. A
+        tracker that cannot be opened (because of a full disk, for example, or because the service is down) is dropped,
+        and a warning is printed.
         """
         timeouts = timeouts or TrackerTimeouts()
         factories = {name: find(name) for name in dict.fromkeys(names) if name != JSONL}

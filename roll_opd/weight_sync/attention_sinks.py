@@ -14,9 +14,11 @@ SINKS = ".sinks"
 
 
 def load_sinks_by_loader(model: torch.nn.Module) -> None:
-    """Make the model load its attention sinks with the sinks' weight loader, as layerwise reload requires. Idempotent.
+    """Make the model load its attention sinks with the weight loader of their parameter. Idempotent.
 
-    vLLM 0.32 copies the sinks into their parameter directly; during a reload the parameter is on the meta device, so
+    A layerwise reload requires this loader.
+
+    vLLM 0.32 copies the sinks directly into their parameter. During a reload, this parameter is on the meta device, so
     the copy has no effect.
     """
     for module in model.modules():

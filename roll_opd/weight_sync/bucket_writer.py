@@ -1,4 +1,7 @@
-"""Ray actor mixins for weight buckets: student ranks write buckets, and one actor per remote host copies them there."""
+"""Ray actor mixins for weight buckets.
+
+Student ranks write the buckets. One actor on each other host copies the buckets into the memory of its host.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +14,10 @@ Written = Iterator[tuple[BucketMemory, bool]]  # see `bucketed`
 
 
 class BucketHost:
-    """Actor that reports its Ray node, and that can copy a bucket into its host's memory for all receivers there."""
+    """Actor that returns the id of its Ray node and can copy a bucket into the memory of its host.
+
+    All receivers on this host read the copy.
+    """
 
     _held: BucketMemory | None = None
 
@@ -20,7 +26,7 @@ class BucketHost:
         return ray.get_runtime_context().get_node_id()
 
     def hold(self, content: np.ndarray, bucket: Description) -> Description:
-        """Copy a bucket into the shared memory of this host; return the description of the copy."""
+        """Copy a bucket into the shared memory of this host. Return the description of the copy."""
         self._held = self._held or BucketMemory()
         self._held.fill(content, bucket)
         return bucket | self._held.describe()
@@ -33,18 +39,27 @@ class BucketHost:
 
 
 class BucketWriter:
-    """Student rank that exports weights: rank 0 writes the buckets one by one; other ranks take part in collectives."""
+    """Student rank that exports weights.
+
+    Rank 0 writes the buckets one by one. The other ranks only take part in the collective operations of the export.
+    """
 
     _written: Written
     _memories: Sequence[BucketMemory] = ()
     _newest: BucketMemory
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
-        """Return an iterator that writes all weights as `dtype`, alternating over `memories`; empty on ranks > 0."""
+        """Return an iterator that writes all weights as `dtype` into `memories` in turn.
+
+        The iterator has no items on ranks above 0.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no method `begin_writing`")
 
     def export_weights(self, dtype: str, memories: int) -> tuple[Description, bool] | None:
-        """Start the export; return the first bucket (see `next_bucket`). Ranks above 0 run the whole export here."""
+        """Start the export and return the first bucket (see `next_bucket`).
+
+        On ranks above 0, this call runs the whole export.
+        """
         self._memories = [BucketMemory() for _ in range(memories)]
         self._written = self.begin_writing(self._memories, dtype)
         if memories:
@@ -54,12 +69,15 @@ class BucketWriter:
         return None
 
     def next_bucket(self) -> tuple[Description, bool]:
-        """Write the next bucket into the next memory; return its description, and whether it is the last bucket."""
+        """Write the next bucket into the next memory.
+
+        Return the bucket's description, and whether it is the last bucket.
+        """
         self._newest, is_last = next(self._written)
         return self._newest.describe(), is_last
 
     def share_bucket(self) -> list[ray.ObjectRef]:
-        """Put the newest bucket into Ray's object store, from which other hosts read it."""
+        """Put the newest bucket into Ray's object store. Other hosts read it from this store."""
         return [ray.put(self._newest.content())]
 
     def end_export(self) -> None:

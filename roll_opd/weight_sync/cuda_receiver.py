@@ -1,7 +1,7 @@
 """vLLM's "ipc" and "nccl" weight-transfer engines for GPUs, extended by a check that all weights have arrived.
 
-`ipc` reads the student's memory through CUDA IPC handles; `nccl` receives a broadcast. The last message of an update
-has no weights; it lists the entries of all tensors sent.
+The engine "ipc" reads the student's memory through CUDA IPC handles, and the engine "nccl" receives a broadcast. The
+last message of an update has no weights but lists the entries of all tensors that were sent.
 """
 
 import pickle
@@ -25,7 +25,10 @@ else:
 
 @dataclass
 class _SentEntries:
-    """Fields of the last message of an update: the `entries` of all tensors sent (see `weight_bucket.entry_of`)."""
+    """Fields of the last message of an update: the version, and the `entries` of all tensors that were sent.
+
+    `weight_bucket.entry_of` describes an entry.
+    """
 
     entries: list[dict[str, Any]] | None = None
     version: int = 0
@@ -33,7 +36,7 @@ class _SentEntries:
 
 @dataclass
 class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
-    """One message of an update: a chunk of weights or, in the last message, the entries of all tensors."""
+    """One message of an update: a chunk of weights, or the entries of all tensors in the last message."""
 
     handles: bytes | None = None  # `ipc_handles`, pickled: vLLM's messages cannot hold types
 
@@ -46,11 +49,11 @@ class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
 
 @dataclass
 class CheckedNcclUpdateInfo(_SentEntries, NCCLWeightTransferUpdateInfo):
-    """One message of an update: all weights or, in the last message, the entries of all tensors."""
+    """One message of an update: all weights, or the entries of all tensors in the last message."""
 
 
 class _CheckedEngine(_Engine):
-    """Mixin of weight-transfer engines that verifies each update."""
+    """Mixin for weight-transfer engines. It adds the verification of each update."""
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
@@ -64,7 +67,7 @@ class _CheckedEngine(_Engine):
         super().start_weight_update()
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load weights, or record the entries of all tensors sent."""
+        """Load weights, or record the entries if this is the last message of the update."""
         assert isinstance(update_info, _SentEntries)
         if update_info.entries is None:
             super().receive_weights(update_info)
@@ -72,17 +75,17 @@ class _CheckedEngine(_Engine):
             self._verifier.expect(update_info.entries, update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Finalize and verify the loaded weights; raises a RuntimeError that names missing weights."""
+        """Finalize and verify the loaded weights. Raises a RuntimeError that names missing weights."""
         self._verifier.finish(super().finish_weight_update)
 
 
 class CheckedIpcEngine(_CheckedEngine, IPCWeightTransferEngine):
-    """Loads weights from the memory of the student's rank on the same GPU."""
+    """Loads weights from the memory of the student rank that uses the same GPU."""
 
     update_info_cls = CheckedIpcUpdateInfo
 
 
 class CheckedNcclEngine(_CheckedEngine, NCCLWeightTransferEngine):
-    """Loads weights from the broadcast of the student's rank 0."""
+    """Loads the weights that rank 0 of the student broadcasts."""
 
     update_info_cls = CheckedNcclUpdateInfo

@@ -1,4 +1,4 @@
-"""Send the student's weights from GPU to GPU with vLLM's senders; runs on every rank of the student.
+"""Send the student's weights from GPU to GPU with vLLM's senders. This code runs on every rank of the student.
 
 A sender reads the weights from a `WeightSource`, announces them to the engines, and packs them into buffers. Importing
 this module imports vLLM.
@@ -28,12 +28,15 @@ BUFFER_BYTES = 256 * 2**20  # GPU memory of a buffer; with NCCL, sender and rece
 
 
 class CudaSender:
-    """Sender of the student's weights to all engines; collective over the student's ranks."""
+    """Sends the student's weights to all engines. Its methods are collective over the student's ranks."""
 
     def __init__(
         self, backend: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
     ) -> None:
-        """Connect to `engines` (`RolloutWorker`s with `engine_ranks` devices each); `dtype` is their model's dtype."""
+        """Connect to `engines`, which are `RolloutWorker`s with `engine_ranks` devices each.
+
+        `dtype` is the dtype of the model in the engines.
+        """
         uses_ipc = backend == CUDA_IPC
         source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
         self._engines = WeightSyncClient(engines, engine_ranks, source, sends_handles=uses_ipc)
@@ -71,7 +74,10 @@ class StudentSource(WeightSource):
         self.entries: list[dict[str, Any]] = []  # entries of the last update, on rank 0
 
     def metadata(self) -> list[ParamMeta]:
-        """Return the names, dtypes and shapes of all weights, in order, on every rank. The first call is collective."""
+        """Return the names, dtypes and shapes of all weights, in the order of transmission.
+
+        The result is the same on every rank. The first call is collective.
+        """
         if not self._metadata:
             found = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in hf_tensors(self._engine)]
             box = [found]
@@ -97,7 +103,7 @@ class WeightSyncClient:
     def __init__(
         self, actors: Sequence[ray.actor.ActorHandle], ranks: int, source: StudentSource, *, sends_handles: bool
     ) -> None:
-        """With `sends_handles`, messages contain CUDA IPC handles."""
+        """Set `sends_handles` if the messages contain CUDA IPC handles."""
         self.version = 0
         self._actors, self._ranks, self._source, self._sends_handles = actors, ranks, source, sends_handles
 
@@ -111,15 +117,15 @@ class WeightSyncClient:
         )
 
     def start_weight_update(self) -> None:
-        """Start an update in all engines after their running requests have finished."""
+        """Start an update in all engines. Each engine first finishes its running requests."""
         ray.get([actor.begin_update.remote(self.version) for actor in self._actors])
 
     def update_weights(self, update_info: Any) -> None:
-        """Load into all engines the weights that `update_info` describes; return when all engines have loaded them."""
+        """Load the weights that `update_info` describes into all engines. Return after all engines have loaded them."""
         self._load(update_info, last=False)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Send the entries of all tensors to the engines; the engines verify their weights and resume requests."""
+        """Send the entries of all tensors to the engines. The engines then verify their weights and resume requests."""
         nothing: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
         self._load({**nothing, "entries": self._source.entries, "version": self.version}, last=True)
 
@@ -135,7 +141,10 @@ class WeightSyncClient:
 
 
 def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[str, Any]:
-    """Return the init info of engine `number`; in an NCCL group, its ranks come after the ranks of earlier engines."""
+    """Return the init info of engine `number`.
+
+    In an NCCL group, the ranks of this engine follow the ranks of the engines with lower numbers.
+    """
     offset = {"rank_offset": init_info["rank_offset"] + number * ranks} if "rank_offset" in init_info else {}
     return {**init_info, **offset}
 

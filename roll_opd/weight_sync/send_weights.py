@@ -1,7 +1,7 @@
 """Send the student's weights to the inference engines and to followers (teachers that are updated from the student).
 
-`choose_backend` chooses one of three transports, given the devices of the roles. The driver only coordinates: weights
-never pass through it.
+`choose_backend` chooses one of three transports from the devices of the student and the engines. The driver only
+coordinates the transfer. The weights never pass through the driver.
 """
 
 import asyncio
@@ -17,16 +17,19 @@ class WeightSync(Protocol):
     """Transport of the student's weights."""
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """Load the student's weights as `version` into all engines and `followers`; receivers verify them."""
+        """Load the student's weights as `version` into all engines and `followers`.
+
+        The receivers verify the weights.
+        """
         ...
 
 
 def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> str:
     """Return the weight-transfer backend for a student and engines on these devices.
 
-    CUDA IPC handles are chosen if every engine's device has a student rank. An NCCL broadcast is chosen if no engine
-    shares the device of rank 0, the sender: NCCL does not support two processes of a group on one device. In all other
-    cases, and without GPUs, the backend is shared memory.
+    CUDA IPC handles are chosen if every engine's device has a student rank. Otherwise, an NCCL broadcast from student
+    rank 0 is chosen if no engine uses the device of this rank, because NCCL does not support two processes of a group
+    on one device. In all other cases, and without GPUs, the backend is shared memory.
     """
     if not on_gpu:
         return SHARED_MEMORY
@@ -44,7 +47,10 @@ def make_weight_sync(backend: str, student: ActorGroup, engines: ActorGroup, dty
 
 @dataclass(frozen=True)
 class SharedMemorySync:
-    """Transport through shared memory in buckets: one bucket is loaded while the next one is written."""
+    """Transport in buckets through shared memory.
+
+    While the receivers load a bucket, the sender writes the next bucket.
+    """
 
     student: ActorGroup
     engines: ActorGroup
@@ -67,7 +73,7 @@ class CudaSync:
     tp: int
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """See `WeightSync.push`; followers receive the weights through shared memory."""
+        """See `WeightSync.push`. Followers receive the weights through shared memory."""
         await self.student.call("send_weights", self.backend, self.engines.actors, self.tp, self.dtype, version)
         if followers:
             await stream(self.student, followers, self.dtype, version)
@@ -81,7 +87,10 @@ class ReceivingHost:
     is_senders: bool  # the sending rank runs on this host
 
     async def load(self, bucket: dict[str, Any], content: list[Any], *, last: bool) -> None:
-        """Load a bucket in all receivers; on hosts without the sender, one receiver first copies `content`."""
+        """Load a bucket in all receivers on this host.
+
+        If the sender runs on another host, one receiver first copies `content` into the memory of this host.
+        """
         if not self.is_senders:
             bucket = await self.call_first("hold_bucket", content, bucket)
         await asyncio.gather(
@@ -89,7 +98,7 @@ class ReceivingHost:
         )
 
     async def call_first(self, method: str, *args: Any) -> Any:
-        """Call a method of the actor that copies buckets to its host."""
+        """Call a method of the first receiver, which copies the buckets to its host."""
         group, number = self.receivers[0]
         return await group.ask(number, method, *args)
 
@@ -97,10 +106,12 @@ class ReceivingHost:
 async def stream(
     student: ActorGroup, receivers: Sequence[ActorGroup], dtype: str, version: int, begin: Any = None
 ) -> None:
-    """Send all weights to `receivers` in buckets through shared memory; `begin` runs while the first bucket is written.
+    """Send all weights to `receivers` in buckets through shared memory.
 
-    The student's rank 0 writes alternately into two memories, or into one memory if no receiver is on its host. Other
-    hosts get the buckets through Ray's object store.
+    The awaitable `begin` runs while the first bucket is written.
+
+    Rank 0 of the student alternates between two memories. It uses one memory if no receiver is on its host. Other hosts
+    receive the buckets through Ray's object store.
     """
     hosts = await hosts_of(student, receivers)
     sends = not all(host.is_senders for host in hosts)
@@ -132,7 +143,7 @@ async def stream(
 
 
 async def hosts_of(student: ActorGroup, receivers: Sequence[ActorGroup]) -> list[ReceivingHost]:
-    """Return the hosts of all receivers."""
+    """Return the hosts of all receivers, each with the receivers that run on it."""
     home = (await student.hosts())[0]
     found: dict[str, list[tuple[ActorGroup, int]]] = {}
     for group in receivers:

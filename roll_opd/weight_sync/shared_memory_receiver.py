@@ -1,7 +1,7 @@
 """vLLM weight-transfer backend "shared_memory", which receives weight updates through host memory.
 
-It runs in vLLM's engine core and in every tensor-parallel worker. It maps the buckets that a process on the same
-machine has written, loads them with vLLM's layerwise reload, and verifies the model.
+The backend runs in vLLM's engine core and in every tensor-parallel worker. It maps the buckets that another process on
+the same machine has written, loads their weights with vLLM's layerwise reload, and verifies the model.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from roll_opd.weight_sync.verify_weights import WeightVerifier, clone_pending
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Has no fields: no connection is needed before the first update."""
+    """Has no fields, because no connection is needed before the first update."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Loads buckets from shared memory into this worker's model and verifies them."""
+    """Loads weights from buckets in shared memory into this worker's model and verifies the loaded weights."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -48,17 +48,18 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self._verifier: WeightVerifier | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Do nothing: memory is mapped for each bucket."""
+        """Do nothing, because the memory is mapped separately for each bucket."""
 
     def start_weight_update(self) -> None:
-        """Start an update: a layer counts as incomplete until all its values have arrived."""
+        """Start an update. From now on, each layer is incomplete until all its values have arrived."""
         self._verifier = WeightVerifier(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Map one bucket and load it with the model's `load_weights`.
 
-        The bucket may be overwritten afterwards, because the tensors of incomplete layers are copied.
+        After this call, the sender may overwrite the bucket, because the tensors that incomplete layers still need are
+        copied.
         """
         assert self._verifier is not None
         self._verifier.expect(update_info.tensors, update_info.version)
@@ -66,18 +67,18 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             memory, weights = map_bucket(update_info.path, update_info.size, update_info.tensors)
         except OSError as error:
             raise RuntimeError(
-                f"cannot map the weight bucket {update_info.path}: {error}. The shared_memory backend "
-                "needs the sender of weights on the same machine, in the same PID namespace, as the same user"
+                f"cannot map the weight bucket {update_info.path}: {error}. The shared_memory backend requires that the"
+                " sender of weights runs on the same machine, in the same PID namespace, and as the same user"
             ) from error
         model: Any = self.model
         model.load_weights(weights)
         clone_pending(self.model, memory)
 
     def finish_weight_update(self) -> None:
-        """Finalize and verify the loaded weights; raises a RuntimeError that names missing weights."""
+        """Finalize and verify the loaded weights. Raises a RuntimeError that names missing weights."""
         assert self._verifier is not None
         self.version = self._verifier.finish(lambda: finalize_layerwise_reload(self.model, self.model_config))
         self._verifier = None
 
     def shutdown(self) -> None:
-        """Do nothing: no resource is held between updates."""
+        """Do nothing, because no resource is held between updates."""

@@ -1,8 +1,8 @@
 """Verify that a vLLM model has received all weights of an update.
 
-Runs in vLLM's engine core and in every tensor-parallel worker. vLLM fuses, packs or shards the matrices of linear
-layers, so that they cannot be compared with the sent tensors; for these, the check counts the received values. Norms
-and embeddings are compared bit for bit by fingerprints.
+The verification runs in vLLM's engine core and in every tensor-parallel worker. vLLM fuses, packs or shards the
+matrices of linear layers, so these matrices cannot be compared with the sent tensors. Their received values are counted
+instead. Norms and embeddings are compared by fingerprints, without a tolerance.
 """
 
 import logging
@@ -18,7 +18,7 @@ from roll_opd.samples.weight_bucket import row_checksums, sampled_rows
 
 
 class WeightVerifier:
-    """Verification of one weight update; must be constructed before layerwise reload starts."""
+    """Verifies one weight update. The verifier must be constructed before the layerwise reload starts."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # this logger warns of layers without weights at every update; `incomplete_layers` checks these layers instead
@@ -31,7 +31,7 @@ class WeightVerifier:
         reset_expert_kernels(model)
 
     def expect(self, entries: Iterable[dict[str, Any]], version: int) -> None:
-        """Record the entries of sent tensors; raises ValueError for a tensor sent twice."""
+        """Record the entries of sent tensors. Raises ValueError if a tensor was sent twice."""
         found = {entry["name"]: entry for entry in entries}
         if repeated := sorted(found.keys() & self._sent.keys()):
             raise ValueError(f"weights sent twice in one update: {_listed(repeated)}")
@@ -41,7 +41,7 @@ class WeightVerifier:
         self._version = version
 
     def finish(self, finalize: Callable[[], None]) -> int:
-        """End layerwise reload with `finalize`, then verify the model; return its new version.
+        """End the layerwise reload with `finalize`, then verify the model. Return the new version of the weights.
 
         Raises a RuntimeError that names missing or different weights.
         """
@@ -57,7 +57,10 @@ class WeightVerifier:
 
 
 def clone_pending(model: torch.nn.Module, memory: torch.Tensor) -> None:
-    """Before `memory` (uint8) is overwritten, clone the tensors in it that incomplete layers still need."""
+    """Clone the tensors in `memory` (uint8) that incomplete layers still need.
+
+    Call this before `memory` is overwritten.
+    """
     first = memory.data_ptr()
     for layer in model.modules():
         for _, arguments in get_layerwise_info(layer).loaded_weights:
@@ -83,8 +86,8 @@ def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
 def reset_expert_kernels(model: torch.nn.Module) -> None:
     """Reset the CPU kernels of expert layers, so that vLLM packs their weights again after an update.
 
-    vLLM packs the weights of a layer only when it creates the layer's kernel. Later values would be copied unpacked
-    into packed memory.
+    vLLM packs the weights of a layer only when it creates the layer's kernel. Without the reset, the values of an
+    update would be copied into the packed memory without being packed.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -94,7 +97,10 @@ def reset_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) -> list[str]:
-    """Return layers with missing values, as "name (received of expected values)". Call this before finalizing."""
+    """Return the layers with missing values as texts such as "model.norm (10 of 64 values)".
+
+    Call this before finalizing.
+    """
     missing = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -111,7 +117,7 @@ def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) 
 
 
 def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], version: int) -> None:
-    """Compare vectors and embeddings of the model with the fingerprints of the sent tensors, bit for bit.
+    """Compare the fingerprints of the model's vectors and embeddings with the fingerprints of the sent tensors.
 
     Matrices of linear layers cannot be compared, because vLLM fuses, packs or shards them. Raises RuntimeError if a
     value differs, or if no tensor could be compared.
@@ -136,7 +142,7 @@ def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], versio
 
 
 def matches_fingerprint(layer: torch.nn.Module, parameter: torch.Tensor, entry: dict[str, Any]) -> bool | None:
-    """Return whether `parameter` has the fingerprint in `entry`; None if they cannot be compared."""
+    """Return whether `parameter` has the fingerprint in `entry`, or None if the two cannot be compared."""
     expected = entry["fingerprint"].get(str(parameter.dtype).removeprefix("torch."))
     shape = entry["shape"]
     if expected is None or parameter.ndim != len(shape):

@@ -59,7 +59,7 @@ def test_a_run_from_another_runs_checkpoint_has_a_ledger_from_there_on(tmp_path:
     Ledger(run).append(4, [6, 9], [])
     checkpoint(run, 4, 10)
     (error,) = audit(run.path)[1]
-    assert "the checkpoint of step 4 counts draws [8] as done, which are not in the ledger" in error
+    assert "the checkpoint of step 4 disagrees with the ledger: draws [8] are done only in the checkpoint" in error
 
 
 def changed_row(run: RunDirectory, row: int, old: str, new: str) -> None:
@@ -81,7 +81,7 @@ def test_every_damage_is_found(tmp_path: Path) -> None:
     run = written(tmp_path / "lost", [([0, 1], []), ([3], [])])
     checkpoint(run, 2, 4)
     (error,) = audit(run.path)[1]
-    assert "the checkpoint of step 2 counts draws [2] as done, which are not in the ledger" in error
+    assert "the checkpoint of step 2 disagrees with the ledger: draws [2] are done only in the checkpoint" in error
     assert main(["audit", str(run.path)]) == 1
 
 

@@ -22,7 +22,11 @@ DIGITS = 9  # duplicates may differ in summation order, so they are compared wit
 
 
 class ChartedMetrics:
-    """Withholds a metric while it is at its default or equals an earlier metric; then returns all its points."""
+    """Chooses the metrics that get a chart.
+
+    A metric gets no chart as long as all its values are the default or are equal to the values of another metric. As
+    soon as a value differs, all points of the metric are returned.
+    """
 
     def __init__(self) -> None:
         self._shown: set[str] = set()
@@ -30,7 +34,10 @@ class ChartedMetrics:
         self._histories: dict[str, int] = {}  # name -> hash of all steps and values
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, int, float]]:
-        """Add the metrics of a step; return the points (name, step, value) to chart, earlier steps included."""
+        """Add the metrics of a step.
+
+        Return the points (name, step, value) to chart, including points of earlier steps.
+        """
         for name, value in metrics.items():
             self._histories[name] = hash((self._histories.get(name), step, f"{value:.{DIGITS}g}"))
         new = []
@@ -60,7 +67,10 @@ TEXT_GROWTH = 1.25  # ratio of successive steps with samples: 30 such steps in 1
 
 @register("tensorboard")
 class TensorBoardTracker:
-    """TensorBoard event files; after a resume TensorBoard hides the old events of the steps that are repeated."""
+    """Writes TensorBoard event files.
+
+    A resumed run repeats some steps. TensorBoard hides the old events of these steps.
+    """
 
     def __init__(self, run: RunDirectory, resume_step: int | None, log_dir: str | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -93,7 +103,7 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _show_samples(self, step: int) -> None:
-        """Write the samples of the latest step up to `step` that has new samples."""
+        """Write samples of the latest step that has new samples. Steps after `step` are not considered."""
         if not self._samples.exists():
             return
         with self._samples.open("rb") as file:
