@@ -26,7 +26,7 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
 
 
 def warnings_here(plan: RunPlan) -> list[str]:
-    """Return the problems of a plan on this machine; none if the plan is for the GPUs of another machine."""
+    """Return the problems of a plan on this machine; an empty list if the plan is for the GPUs of another machine."""
     gpus = hardware.gpus()
     if not gpus and (hardware.has_gpu_driver() or plan.device_memory_gb is not None):
         return []
@@ -46,10 +46,9 @@ def other_blocks(plan: RunPlan) -> str | None:
 
 
 def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
-    """Return the problems of an engine on CPUs, from its options, the size of its KV cache and its models' head
-    sizes."""
+    """Return the problems of an engine on CPUs, from its options, its KV cache and its models' head sizes."""
     if engine.engine_args.get("enable_chunked_prefill"):
-        return [f"{engine.name}.{OPTIONS}.enable_chunked_prefill: breaks seeded sampling on a CPU; remove it"]
+        return [f"{engine.name}.{OPTIONS}.enable_chunked_prefill: breaks seeded sampling on a CPU; remove the key"]
     try:
         arguments = resolve_engine_args(
             engine.model,

@@ -111,12 +111,12 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
         top.diag.error(
             "critic_warmup",
             f"{top.critic_warmup} steps that train only the critic leave no step of max_steps {top.max_steps} for the"
-            " student; lower it",
+            " student; lower critic_warmup",
         )
     if top.adv_estimator == "on_policy_distill":
         top.diag.error(
             "adv_estimator",
-            "'on_policy_distill' is set by pure distillation itself; write reinforce or grpo for the reward",
+            "'on_policy_distill' is set by pure distillation itself; in a run with rewards, write reinforce or grpo",
         )
     if top.adv_estimator in ADVANTAGES.elsewhere:
         known = " or ".join(name for name in ADVANTAGES.builtin if name != "on_policy_distill")
@@ -129,7 +129,7 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
     for key in NORMS:
         value = getattr(top, key)
         if is_rolls_grpo and key in top.written and value not in ("group", "running"):
-            top.diag.warn(key, f"{value or 'null'} counts; ROLL's grpo takes group, the default here")
+            top.diag.warn(key, f"{value or 'null'} is used; ROLL's grpo uses group, which is the default here")
         if value == "running":
             top.diag.unsupported(key, "'running' is not available yet; use batch or group")
     if top.use_kl_loss and not top.kl_loss_coef:
@@ -139,23 +139,26 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
         if top.target_kl is not None:
             top.diag.error(
                 "target_kl",
-                "the coefficient is multiplied from step to step, and init_kl_coef 0 stays 0; set it above 0",
+                "each step multiplies the coefficient by a factor, so init_kl_coef 0 stays 0; set init_kl_coef above 0",
             )
 
 
 def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
-    """Report masks that remove every sample, or need rewards that the run lacks; `responses` is per prompt."""
+    """Report masks that remove every sample, and masks that need rewards in a run without rewards.
+
+    `responses` is the number of responses per prompt.
+    """
     if not has_rewards:
         for key in ("difficulty_mask", "error_max_len_clip"):
             if getattr(top, key):
-                top.diag.error(key, "true needs rewards, and there are none; remove it, or write rewards")
+                top.diag.error(key, "true needs rewards, but the run has none; remove this key, or write rewards")
     if top.difficulty_mask and responses == 1:
         top.diag.warn("difficulty_mask", "true has no effect with one response a prompt, as in ROLL")
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
         top.diag.error(
             "difficulty_low_threshold",
             f"{top.difficulty_low_threshold:g} is not less than difficulty_high_threshold"
-            f" {top.difficulty_high_threshold:g}, so that no prompt is left; lower it",
+            f" {top.difficulty_high_threshold:g}, so that no prompt is left; lower difficulty_low_threshold",
         )
     if top.rl_loss_coef == 0:
         top.diag.warn("rl_loss_coef", "0 removes the policy loss, so rewards and advantages have no effect")
@@ -168,28 +171,30 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
         instead = "has no effect in pure distillation" if pure else "whitens only the reward's part of an advantage"
         top.diag.warn(
             "whiten_advantages",
-            f"true {instead}; ROLL whitens the teachers' part too, which reverses its sign at tokens below the mean",
+            f"true {instead}; ROLL also whitens the teachers' part, so that positive values below the mean become"
+            " negative",
         )
     if KL_PENALTIES.get(top.kl_penalty) != "kl":
         top.diag.warn(
             "kl_penalty",
-            f"{top.kl_penalty} is not applied to the teachers here, unlike in ROLL: their part stays student - teacher"
-            " log-prob, whose expected gradient is the gradient of the reverse KL",
+            f"{top.kl_penalty} is not applied to the teachers' part here, unlike in ROLL; this part is always the"
+            " student's log-prob - the teacher's log-prob, because its expected gradient is the gradient of the"
+            " reverse KL",
         )
 
 
 def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
-    """Report an advantage that needs rewards or states per step, in a run whose samples have no steps.
+    """Report an advantage that needs rewards or states of single steps if the samples of the run have no steps.
 
-    `whole` are the tags whose samples are whole trajectories.
+    `whole` are the tags whose samples are whole trajectories instead of steps.
     """
     name, facts = top.adv_estimator, advantage_facts(top.adv_estimator)
     if facts.adds_steps and whole:
         top.diag.error(
             "adv_estimator",
-            f"{name} reads the reward of each action, and {', '.join(whole)} makes one sample per trajectory; write"
-            " env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager there, or use"
-            " agentic_reinforce or grpo",
+            f"{name} reads the reward of each action, but a sample of {', '.join(whole)} is a whole trajectory; write"
+            " env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager in this section of"
+            " custom_envs, or use agentic_reinforce or grpo",
         )
     if facts.reads_states and not (agentic or top.workflow):
         top.diag.error(
@@ -257,7 +262,10 @@ def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> No
 
 
 def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
-    """Warn of rewards without effect on training: the loss reads no advantages, and no filter selects samples."""
+    """Warn of rewards without effect on training.
+
+    A reward has no effect if the loss reads no advantages and no filter selects samples by the reward.
+    """
     if top.policy_loss not in POLICY_LOSSES.builtin or loss_facts(top.policy_loss).reads_advantages:
         return
     for reward in rewards:
@@ -273,8 +281,8 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
 def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None:
     """Refuse a run whose training signals all have the coefficient 0.
 
-    Missing teachers and rewards are reported elsewhere. A user's loss or advantage is accepted: it may need no other
-    signal than the samples.
+    Missing teachers and rewards are reported elsewhere. A user's loss or advantage is accepted, because the samples may
+    be the only signal that it needs.
     """
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
@@ -284,11 +292,13 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
     learns_samples = top.policy_loss not in POLICY_LOSSES.builtin or not facts.reads_advantages or facts.needs
     if distils or learns_samples or top.entropy_loss_coef:
         return
-    else_nothing = "and no other signal trains the student: its weights would not change"
+    else_nothing = "and no other signal trains the student, so its weights would not change"
     if roles.mode == "pure":
         diag = next((role.diag for role in teachers if role.worker.opd_kl_coef is not None), top.diag)
         if teachers:
-            diag.error("opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; set it above 0")
+            diag.error(
+                "opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; set opd_kl_coef above 0"
+            )
         return
     compares = (top.use_kl_loss and top.kl_loss_coef) or (top.add_token_level_kl and top.init_kl_coef)
     rewarded = top.workflow or any(term.weight for reward in rewards for term in reward.terms)
@@ -296,7 +306,8 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
         also = " (as opd_kl_coef 0 removes the teachers' part)" if teachers else ""
         top.diag.error(
             f"rewards.{rewards[0].domain}.weight",
-            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one of the rewards a weight",
+            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one of the rewards a weight other"
+            " than 0",
         )
 
 
@@ -314,7 +325,7 @@ def _check_pure(top: Top) -> None:
 
 
 def _given(top: Top, key: str) -> object:
-    """Return the value of a key if the user or the algorithm has set it; None for a default."""
+    """Return the value of a key if the user or the algorithm has set it, else None."""
     value = getattr(top, key)
     return value if key in top.written or value != getattr(Top, key) else None
 
@@ -326,8 +337,9 @@ def _check_distillation(top: Top) -> None:
         if policy_gradient is False:
             top.diag.error(
                 "opd_use_policy_gradient",
-                "false uses student - teacher log-prob of the sampled token (k1) as a direct loss; its gradient does"
-                " not depend on the teacher; leave it out, or use opd_objective: topk or full",
+                "false uses the k1 estimate (the student's log-prob - the teacher's log-prob of the sampled token) as a"
+                " direct loss, whose gradient does not depend on the teacher; remove this key, or use opd_objective:"
+                " topk or full",
             )
         if top.opd_divergence != "reverse_kl":
             top.diag.error(
@@ -339,19 +351,20 @@ def _check_distillation(top: Top) -> None:
     if policy_gradient:
         top.diag.error(
             "opd_use_policy_gradient",
-            f"true uses the {objective} divergence as an advantage; it does not depend on the sampled token, so its"
-            " expected gradient is 0; leave it out, or use opd_objective: sampled",
+            f"true uses the {objective} divergence as an advantage, which does not depend on the sampled token, so that"
+            " the expected gradient is 0; remove this key, or use opd_objective: sampled",
         )
     if top.opd_kl_discount:
         top.diag.error(
             "opd_kl_discount",
-            f"{top.opd_kl_discount:g} sums later tokens into an advantage, but opd_objective: {objective} has no"
-            " advantage from the teacher; set it to 0, or use opd_objective: sampled",
+            f"{top.opd_kl_discount:g} adds the reverse KL of later tokens to a token's advantage, but"
+            f" opd_objective: {objective} has no advantage from the teacher; set opd_kl_discount to 0, or use"
+            " opd_objective: sampled",
         )
 
 
 def check_topk(top: Top, vocab_size: int) -> None:
-    """Check a top-k against the smallest vocabulary of student and teachers."""
+    """Check that opd_topk is not larger than the smallest vocabulary of student and teachers."""
     if vocab_size and top.opd_objective == "topk" and top.opd_topk > vocab_size:
         top.diag.error(
             "opd_topk", f"{top.opd_topk} is more than the {vocab_size} token ids that student and teachers all have"

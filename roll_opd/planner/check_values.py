@@ -50,7 +50,7 @@ def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
     """Return the group size; if it is not set, the rollout's num_return_sequences."""
     own, group = args.num_return_sequences, top.num_return_sequences_in_group
     if own is not None and group is not None and own != group:
-        text = f"{own} contradicts num_return_sequences_in_group {group}; keep only one"
+        text = f"{own} contradicts num_return_sequences_in_group {group}; keep only one of these keys"
         args.diag.error("num_return_sequences", text)
     return group or own or 1
 
@@ -86,7 +86,7 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
 
 
 def _held_out_length(top: Top) -> int | None:
-    """Return the configured maximum tokens of an answer in validation; None: the same as for a response in training.
+    """Return the configured maximum tokens of an answer in validation; None if the maximum of training applies.
 
     val_sequence_length minus val_prompt_length overrides all other keys, as in ROLL.
     """
@@ -104,8 +104,8 @@ def _held_out_length(top: Top) -> int | None:
     if written not in (None, both - prompt):
         args.diag.warn(
             "max_new_tokens",
-            f"{written} has no effect with val_sequence_length, which leaves {both - prompt} tokens for the answer, as"
-            " in ROLL",
+            f"{written} has no effect with val_sequence_length; as in ROLL, val_sequence_length - val_prompt_length"
+            f" leaves {both - prompt} tokens for the answer",
         )
     return both - prompt
 
@@ -131,7 +131,7 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
     elif length < needed:
         text = (
             f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: after a long prompt the response is"
-            " shorter"
+            " cut before its maximum length"
         )
         infer.diag.warn(key, text)
     if infer.info is not None and length > infer.info.max_positions:
@@ -157,7 +157,9 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
     elif on_cpu and tokens < (least := max(longest, 0 if sequences else VLLM_MAX_SEQUENCES)):
         text = f"{tokens} is less than the {least} that an engine without a GPU needs"
         diag.unsupported(
-            key, f"{text} (the longest sequence as a whole, and one token for each sequence); raise it or leave it out"
+            key,
+            f"{text} (for the longest sequence as a whole, and for one token of each sequence); raise or remove this"
+            " key",
         )
 
 
@@ -181,8 +183,9 @@ def _check_sampling(args: GeneratingArgs) -> None:
     if names:
         args.diag.note(
             "",
-            f"{', '.join(names)}: rollout log-probs are of a truncated distribution, but log-probs of teacher and"
-            " training engine are not; top_p 1, top_k -1 and repetition_penalty 1 make them comparable",
+            f"{', '.join(names)}: the rollout's log-probs are of the distribution after this change, but the log-probs"
+            " of teacher and training engine are of the full distribution; with top_p 1, top_k -1 and"
+            " repetition_penalty 1 they are comparable",
         )
 
 
@@ -192,7 +195,7 @@ def demonstration_rows(mini_batch: int, share: float) -> int:
 
 
 def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
-    """Return the sequences of an update over `dp` data-parallel ranks, and the computation as text for errors."""
+    """Return the number of sequences in an update over `dp` data-parallel ranks, and its computation as text."""
     device, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     arithmetic = (
         f"(per_device_train_batch_size {device} x gradient_accumulation_steps {steps} x data-parallel size {dp})"
@@ -201,10 +204,11 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
 
 
 def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
-    """Return the sequences of one optimizer update, over all data-parallel ranks.
+    """Return the number of sequences in one optimizer update, over all data-parallel ranks.
 
-    The fraction `share` of an update is demonstrations; the rest is samples of the step. An agentic run does not know
-    in advance how many samples a trajectory has, so a remainder is only a warning there.
+    The fraction `share` of these sequences are demonstrations, and the others are samples of the step. An agentic run
+    does not know in advance how many samples a trajectory has. There, a step that is not a multiple of the mini-batch
+    is only a warning.
     """
     if train.strategy.layout is None:
         return None
@@ -215,7 +219,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
         top.diag.error(
             "rollout_batch_size",
             f"{top.rollout_batch_size} prompts x {n} responses are more than the {MAX_SEQUENCES:,} sequences that a"
-            " step can hold; lower either",
+            " step can hold; lower one of the two numbers",
         )
         return None
     given = demonstration_rows(mini, share)
@@ -223,7 +227,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
         top.diag.error(
             "expert_data_ratio",
             f"{share:g} of a mini-batch of {mini} sequences {arithmetic} is {mini * share:g} demonstrations; change"
-            " the share or the mini-batch, so that both numbers are whole",
+            " the share or the mini-batch, so that this is a whole number between 0 and the mini-batch",
         )
         return None
     if agentic and sequences % mini:
@@ -235,7 +239,9 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
         return min(mini, sequences)
     if sequences % (mini - given):
         left = f"the {mini - given} that {given} demonstrations leave in " if given else ""
-        advice = "change either" if given else _fitting(sequences, args.per_device_train_batch_size * dp)
+        advice = (
+            "change one of the two numbers" if given else _fitting(sequences, args.per_device_train_batch_size * dp)
+        )
         top.diag.error(
             "rollout_batch_size",
             f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no multiple of"
@@ -253,8 +259,8 @@ def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
     if rows % update:
         top.diag.error(
             "train_batch_size",
-            f"{rows} rows a step are no multiple of the {update} of one update {arithmetic}; change either, or"
-            " leave train_batch_size out",
+            f"{rows} rows a step are no multiple of the {update} rows of one update {arithmetic}; change one of the two"
+            " numbers, or remove train_batch_size",
         )
     return rows, update
 
@@ -269,7 +275,10 @@ def _fitting(sequences: int, share: int) -> str:
 
 
 def check_micro_batches(roles: Sequence[Role], longest: int, answers: int = 0) -> None:
-    """Check that the longest sequence fits into a micro-batch; in training, all `answers` of a row together."""
+    """Check that the longest sequence fits into a micro-batch.
+
+    In training, all `answers` of a row must fit into one micro-batch together.
+    """
     what = "one sequence of prompt + " + ("answer" if answers else "response")
     for role in roles:
         if role.job != "rollout":
@@ -289,8 +298,7 @@ def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) 
 
 
 def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
-    """Return (key, value) of a micro-batch's token limit; ("", None) if micro-batches are limited by sequences
-    instead."""
+    """Return (key, value) of the token limit of a micro-batch; ("", None) if the limit is a number of sequences."""
     job = "train" if training else "infer"
     if getattr(worker, f"use_dynamic_batching_in_{job}"):
         key = f"max_tokens_per_microbatch_in_{job}"
@@ -302,7 +310,7 @@ def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
 
 
 def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
-    """Return the limit of a micro-batch, in tokens with dynamic batching or packing, else in sequences."""
+    """Return the limit of a micro-batch: tokens with dynamic batching or sequence packing, sequences otherwise."""
     if tokens := _token_limit(worker, training)[1]:
         return MicroBatchLimits(tokens=tokens)
     size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size
@@ -310,7 +318,7 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
 
 
 def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
-    """Refuse routing replay in workflows and environments, whose turns have no recorded routes."""
+    """Refuse routing replay in workflows and environments, because no routes are recorded for their turns."""
     if workflow and train and train.worker.router_replay.mode != "disable":
         train.worker.diag.error(
             ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; use disable"
@@ -318,9 +326,9 @@ def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
 
 
 def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
-    """Refuse routing replay without a rollout, in roles other than the student's, and without experts.
+    """Refuse routing replay without a rollout, in a role that is not the student's, and for a model without experts.
 
-    `train` and `infer` are the student's roles; None in a supervised run, or if a role could not be read.
+    `train` and `infer` are the student's roles. A role is None in a supervised run, and if it could not be read.
     """
     students = [role.worker for role in (train, infer) if role]
     for worker in workers:
@@ -331,7 +339,9 @@ def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | No
     written, returned = train.worker.router_replay.mode, infer.worker.router_replay.mode
     if written != returned:
         both = f"{train.path}.{ROUTER_REPLAY} is {written}, {infer.path}.{ROUTER_REPLAY} {returned}"
-        train.worker.diag.error(ROUTER_REPLAY, f"{both}: one records what the other replays; use one mode")
+        train.worker.diag.error(
+            ROUTER_REPLAY, f"{both}: one role replays what the other role records; use the same mode in both roles"
+        )
     elif written != "disable" and train.info and not train.info.experts:
         train.worker.diag.error(
             ROUTER_REPLAY, f"{train.info.path.name} has no experts, so there is no routing to replay; use disable"

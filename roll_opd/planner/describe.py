@@ -28,7 +28,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
     also has `context` and `follows_student`. `memory_bytes_per_rank` is the memory of the largest pipeline stage;
     `memory_bytes_of_stages` lists the parts of each stage. Both are in bytes. Keys that do not apply are null.
     For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a reward names to its
-    `teachers` and `rewards`; "*" is all other tags.
+    `teachers` and `rewards`; the key "*" stands for all other tags.
     """
     return {
         "mode": plan.mode,
@@ -80,7 +80,7 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
 
 
 def _external(teacher: TeacherPlan, source: ExternalPlan) -> dict[str, Any]:
-    """Return the data of a teacher without devices: the keys of other roles, and the source's settings."""
+    """Return the data of a teacher without devices: the keys that other roles have, and its source's settings."""
     fields = {
         "strategy": "",
         **dict.fromkeys(SIZES, ""),
@@ -110,7 +110,7 @@ def _reward(reward: RewardPlan) -> dict[str, Any]:
 
 
 def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
-    """Return tag -> {teachers, rewards} for every configured or played tag; OTHER_TAGS represents all other tags."""
+    """Return a map from each configured or played tag to its teachers and rewards; OTHER_TAGS stands for other tags."""
     routed: tuple[TeacherPlan | RewardPlan, ...] = (*plan.teachers, *plan.rewards)
     named = dict.fromkeys([*plan.data.environments, *(tag for one in routed for tag in one.tags or ())])
     routes = {}

@@ -1,6 +1,7 @@
 """Plan runs in environments from ROLL's sections: the games, the numbers of trajectories and their baselines.
 
-A group of trajectories is planned as a prompt with `group_size` responses, which `environment_workflow` plays.
+A group of trajectories is planned as a prompt with `group_size` responses. `environment_workflow` plays these
+trajectories.
 """
 
 from collections.abc import Mapping
@@ -60,9 +61,10 @@ def is_agentic(values: Mapping[str, Any]) -> bool:
 
 
 def with_sampling(sections: Sections) -> None:
-    """If the rollout has no generating_args, use train_env_manager's, as older files of ROLL need.
+    """If the rollout has no generating_args, set them to `train_env_manager.generating_args`.
 
-    A turn has one response, whatever `num_return_sequences` is. Also reports sections that have no effect.
+    Older configuration files of ROLL need this. A turn has one response, whatever `num_return_sequences` is. The
+    function also reports sections that have no effect.
     """
     top = sections.top
     played = top.train_env_manager if isinstance(top, Top) else None
@@ -86,18 +88,20 @@ def with_sampling(sections: Sections) -> None:
 
 
 def _report_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
-    """Report keys of `train_env_manager.generating_args` that are overridden by those of the rollout."""
+    """Report keys of `train_env_manager.generating_args` that the rollout's generating_args override."""
     for key in sorted(own.written - {"num_return_sequences"}):
         overridden, value = getattr(own, key), getattr(args, key)
         if overridden != value:
-            own.diag.note(key, f"{overridden} has no effect; {args.diag.at(key)} {value} overrides it, write it there")
+            own.diag.note(
+                key, f"{overridden} has no effect; {args.diag.at(key)} {value} overrides it, so write the value there"
+            )
 
 
 def expanded(top: Top, args: GeneratingArgs | None) -> Top:
     """Return `top` with the keys of a run over prompts filled in: groups, responses, lengths, workflow and baselines.
 
-    `args` are the rollout's. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens` limits one
-    turn, and all tokens before a turn are its prompt.
+    `args` are the rollout's generating_args. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens`
+    limits one turn, and all tokens before a turn are its prompt.
     """
     played = top.train_env_manager or EnvironmentsPlayed()
     values: dict[str, Any] = {"num_return_sequences_in_group": played.group_size, "workflow": WORKFLOW}
@@ -109,7 +113,7 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
         played.diag.error(
             "group_size",
             f"{played.group_size} trajectories per group do not divide rollout_batch_size {top.rollout_batch_size},"
-            " which counts trajectories; change either",
+            " which counts trajectories; change one of the two numbers",
         )
     values["rollout_batch_size"] = max(1, groups)
     values |= _lengths(top, args) | _levels(top)
@@ -139,7 +143,9 @@ def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool)
     for key, text in wrong:
         diag.error(key, text)
     if not wrong and (field := missing_observation_field(environment)):
-        diag.note("agent_template", f"has no {{{field}}}, so the model never sees the game; write it there")
+        diag.note(
+            "agent_template", f"has no {{{field}}}, so the model never sees the game; write {{{field}}} in the template"
+        )
     if environment["env_type"]:
         for text in check_declared(environment["env_type"], environment["env_config"], has_plugins):
             diag.unsupported("", text)
@@ -157,7 +163,9 @@ def _tags(top: Top) -> list[str]:
             elif tag not in found:
                 found.append(tag)
     if not (top.train_env_manager and top.train_env_manager.tags):
-        top.diag.error("train_env_manager.tags", "is missing; name which of custom_envs are played")
+        top.diag.error(
+            "train_env_manager.tags", "is missing; write the tags of custom_envs that are played in training"
+        )
     return found
 
 
@@ -187,7 +195,7 @@ def _environment(top: Top, tag: str) -> EnvironmentKeys:
 
 
 def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
-    """Return prompt and response lengths that add up to the length of a whole trajectory."""
+    """Return prompt_length and response_length, whose sum is sequence_length, the length of a whole trajectory."""
     turns = [environment.max_tokens_per_step for environment in (top.custom_envs or {}).values()]
     most = max((turn for turn in turns if turn), default=None)
     turn = args.max_new_tokens if args and args.max_new_tokens else most
@@ -195,7 +203,8 @@ def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
         if turn and top.sequence_length:
             top.diag.error(
                 "sequence_length",
-                f"{top.sequence_length} leaves no room for more than the {turn} tokens of a turn; raise it",
+                f"{top.sequence_length} is not more than the {turn} tokens of a turn, so no token is left for the"
+                " prompt; raise sequence_length",
             )
         return {}
     return {"prompt_length": top.sequence_length - turn, "response_length": turn}
@@ -215,7 +224,7 @@ def _levels(top: Top) -> dict[str, Any]:
 
 
 def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
-    """Return the objective with the grouping of level `group` and the bounds of a normalised reward filled in."""
+    """Return the objective with two more fields set: the groups of level `group`, and bounds of normalised rewards."""
     normalised = top.reward_normalization
     return replace(
         plan,
@@ -239,7 +248,7 @@ def data(top: Top) -> DataPlan:
 def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
     """Return (tasks, sampling) of validation, by default the same as in training; None without val_env_manager.
 
-    `args` are the rollout's generating_args, `response` the tokens of a turn.
+    `args` are the rollout's generating_args, and `response` is the number of tokens of a turn.
     """
     played, section = top.val_env_manager, top.validation
     if section:
@@ -247,14 +256,15 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
             section.diag.note(key, "has no effect in environments: val_env_manager sets it")
     if played is None or not played.tags:
         if section and section.evaluate_teacher:
-            section.diag.note("evaluate_teacher", "has nothing to play; write val_env_manager.tags")
+            section.diag.note("evaluate_teacher", "has no effect without games; write val_env_manager.tags")
         return None
     trajectories = top.val_batch_size if top.val_batch_size > 0 else played.num_env_groups * played.group_size
     groups, rest = divmod(trajectories, played.group_size)
     if rest or not groups:
         played.diag.error(
             "group_size",
-            f"{played.group_size} trajectories a group do not divide the {trajectories} of val_batch_size; change one",
+            f"{played.group_size} trajectories per group do not divide val_batch_size {trajectories}; change one of the"
+            " two numbers",
         )
     own = {key: getattr(played.generating_args, key) for key in played.generating_args.written}
     merged = replace(args, **own)
@@ -272,8 +282,8 @@ def tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:
     elif len(given) != len(played.tags) or sum(given) != played.num_env_groups:
         played.diag.error(
             "num_groups_partition",
-            f"{list(given)} should be one number for each of the {len(played.tags)} tags, with the sum num_env_groups"
-            f" {played.num_env_groups}",
+            f"{list(given)} should be one number for each of the {len(played.tags)} tags, and the numbers should sum to"
+            f" num_env_groups {played.num_env_groups}",
         )
     shares = {tag: groups for tag, groups in zip(played.tags, given, strict=False) if groups}
     return DataPlan((), top.prompt_length, schema="task", environments=FrozenDict(shares))

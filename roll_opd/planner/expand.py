@@ -26,7 +26,7 @@ RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn
 
 
 def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
-    """Return `top` with unset keys filled in from its algorithm, its functions' arguments and the mode.
+    """Return `top` with values for its unset keys, from its algorithm, its functions' arguments and the mode.
 
     The result has `policy_loss` and, except in pure distillation, `adv_estimator`.
     """
@@ -66,7 +66,7 @@ def _variant(top: Top, workers: Mapping[str, Worker | None]) -> "Variant | None"
 
 
 def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[str, Any]:
-    """Return the values implied by the policy loss, which the algorithm, a key or a pg_variant sets."""
+    """Return the values that the policy loss implies. An algorithm, a key or a pg_variant names the policy loss."""
     ours = top.policy_loss
     if ours is not None and not top.diag.is_one_of("policy_loss", ours, POLICY_LOSSES.builtin):
         return {}
@@ -75,19 +75,19 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
         chosen[variant.key] = variant.name
     named = {key: name for key, name in chosen.items() if name is not None}
     if len(set(named.values())) > 1:
-        top.diag.error(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; keep only one")
+        top.diag.error(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; keep only one of these keys")
         return {}
     key, name = next(iter(named.items()), ("algorithm_type", row.policy_loss if row else None))
     given = dict(top.policy_loss_fn_args)
     if top.importance_sampling == "seq" and variant is not None and variant.is_of_role:
         top.diag.warn(
-            "importance_sampling", "seq has no effect, as in ROLL: its ActorPGWorker computes ratios per token"
+            "importance_sampling", "seq has no effect, because ROLL's ActorPGWorker also computes ratios per token"
         )
     elif top.importance_sampling == "seq":
         name = name or "ppo"
         given = {"ratio_type": "sequence", **given}
         if name != "ppo":
-            top.diag.error("importance_sampling", f"seq is a ratio of policy loss ppo, but the loss is {name}")
+            top.diag.error("importance_sampling", f"seq needs policy loss ppo, but the policy loss is {name}")
     if name is None:
         if given:
             top.diag.error("policy_loss_fn_args", "need a loss; write policy_loss_fn or algorithm_type as well")
@@ -114,7 +114,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
 
 
 def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
-    """Return the values implied by the advantage estimator, which the algorithm or a key sets."""
+    """Return the values that the advantage estimator implies. An algorithm or a key names the estimator."""
     roll, roll_names = top.adv_estimator, (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)
     if roll is not None and not top.diag.is_one_of("adv_estimator", roll, roll_names):
         return {}
@@ -122,7 +122,9 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
     given = dict(top.advantage_fn_args)
     if top.advantage_fn is not None and roll not in (None, top.advantage_fn):
         other = f"adv_estimator: {roll}{top.diag.where('adv_estimator')}"
-        top.diag.error("advantage_fn", f"contradicts {other}; keep only one, or write adv_estimator=null as well")
+        top.diag.error(
+            "advantage_fn", f"contradicts {other}; keep only one of these keys, or write adv_estimator=null as well"
+        )
         return {}
     if name is None:
         if given:
@@ -153,7 +155,7 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
 
 
 def _known(top: Top, key: str, registry: Registry[Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, renamed to our names; report unknown arguments and wrong types."""
+    """Return the arguments under the names of this package; report unknown arguments and wrong types."""
     defaults, ours = registry.defaults(name), dict(merged_arguments(given, {})[0])
     unknown = merged_arguments(given, defaults)[1]
     for argument in unknown:

@@ -70,7 +70,7 @@ def _check_addresses(keys: HttpKeys) -> None:
         elif parts.username or parts.password or parts.query:
             keys.diag.error("url", f"of {parts.hostname} contains a password or a query; write api_key_env instead")
     if len(set(keys.url)) != len(keys.url):
-        keys.diag.error("url", "has an address twice; for more requests to one server, raise concurrency")
+        keys.diag.error("url", "lists an address twice; for more requests to one server, raise concurrency")
 
 
 def _check_targets(role: Role, keys: HttpKeys, top: Top) -> None:

@@ -83,7 +83,8 @@ def typing_error(
 ) -> str | None:
     """Return the error for an unknown key; None if the key resembles no known key and may be the name of a variable.
 
-    `may_be_variable`: the key is at the top of a file, where a key may define a variable unless its value is a role.
+    `may_be_variable` is true for a key at the top of a file. Such a key may define a variable, unless its value is a
+    role.
     """
     if not path and may_be_variable and not _is_of_role(key):
         place = None
@@ -103,16 +104,16 @@ def typing_error(
 
 
 def _home(place: Place) -> str:
-    """Return the words before the full path of a key in an error about a key at the top level."""
+    """Return the words that precede the full path of a key in an error about an unknown top-level key."""
     if not _is_role(place[0]):
         return "write it at "
     section = ".".join(place[1:])
     home = f"{section} of a role" if section else "a teacher" if place[0] == TEACHER else "a role"
-    return f"it is one of {home}, write it there: "
+    return f"it is a key of {home}; write it at "
 
 
 def _best_place(path: Place, key: str, written: Set[str]) -> Place | None:
-    """Return the first of the sections nearest to `path` in which a key has an effect; None if there is none."""
+    """Return the section nearest to `path` in which a key has an effect; None if the key has no effect anywhere."""
     found = [_named(place, path) for place, keys in _places(path, written) if key in keys and _is_read(place, key)]
     found = [place for place in found if place != path]
     return max(found, key=lambda place: _shared(place, path), default=None)
@@ -124,7 +125,10 @@ def _shared(one: Place, other: Place) -> int:
 
 
 def _named(place: Place, path: Place) -> Place:
-    """Return `place` with each `NAME` replaced by the name in `path`, as far as the two are in the same section."""
+    """Return `place` with each `NAME` replaced by the part of `path` in the same position.
+
+    A `NAME` stays if the parts before it are not the parts of `path`, that is, if `path` is in another section.
+    """
     found: Place = ()
     for number, part in enumerate(place):
         found += (path[number] if part == NAME and found == path[:number] and len(path) > number else part,)
@@ -132,7 +136,7 @@ def _named(place: Place, path: Place) -> Place:
 
 
 def _is_read(place: Place, key: str) -> bool:
-    """Whether a key has an effect at a place; outside roles, every key has an effect."""
+    """Whether a key has an effect in the section at `place`. Outside the sections of roles, every key has an effect."""
     if not place or not _is_role(place[0]):
         return True
     inside = place[2:] if place[:2] == (TEACHER, NAME) else place[1:]
@@ -140,7 +144,10 @@ def _is_read(place: Place, key: str) -> bool:
 
 
 def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
-    """Yield (section, its keys) for a configuration with these top-level keys, the likely sections first."""
+    """Yield (section, keys of the section) for a configuration with the top-level keys `written`.
+
+    The sections in which a misplaced key is likely to belong come first.
+    """
     train, infer = (
         next((names[at] for names in (PURE_ROLES, MIXED_ROLES) if names[at] in written), None) for at in (0, 1)
     )
@@ -171,7 +178,7 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
 
 
 def _tree(section: type[Section], root: Place) -> Mapping[Place, Set[str]]:
-    """Return section -> its keys, for a section and all sections inside it."""
+    """Return a map from the place of a section to its keys, for `section` and all sections inside it."""
     found: dict[Place, Set[str]] = {root: keys_of(section).keys()}
     for key, annotation in keys_of(section).items():
         for inside, names in _sections(annotation):
@@ -180,7 +187,7 @@ def _tree(section: type[Section], root: Place) -> Mapping[Place, Set[str]]:
 
 
 def _sections(annotation: Any) -> Iterator[tuple[type[Section], Place]]:
-    """Yield (section, path below the key: a name or a number) for the sections in a type annotation."""
+    """Yield (section, path below the key) for the sections in a type annotation. The path has a name or a number."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, ()
     names: Place = (NAME,) if get_origin(annotation) is dict else ("0",) if get_origin(annotation) is tuple else ()

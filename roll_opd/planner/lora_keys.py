@@ -24,7 +24,7 @@ NEVER = ("additional_target", "freeze_module_prefix")
 
 
 def read_lora(args: ModelArgs) -> LoraPlan | None:
-    """Return the plan of a trained role's adapters, None if the role has none; report problems."""
+    """Return the plan of a trained role's adapters; None if the role has no adapters. Report problems."""
     diag = args.diag
     if args.lora_dropout:
         diag.error("lora_dropout", f"{args.lora_dropout}: log-probs of a model under dropout are not defined; use 0")
@@ -41,14 +41,14 @@ def read_lora(args: ModelArgs) -> LoraPlan | None:
         path = find_model(args.adapter_name_or_path)
         info = read_adapter(path)
         if other := _unknown(info.targets):
-            raise ModelFilesError(f"{path} has an adapter of {', '.join(other)}; only linear layers can have one")
+            raise ModelFilesError(f"{path} has an adapter of {', '.join(other)}; only linear layers can have adapters")
     if info is None:
         return None
     return _as_written(args, LoraPlan(_expanded(info.targets), info.rank, info.alpha, str(path)))
 
 
 def check_experts(lora: LoraPlan, args: ModelArgs) -> None:
-    """Refuse adapters of the expert layers of a model with experts."""
+    """Refuse adapters of expert layers in a model with experts."""
     if of_mlp := [name for name in lora.targets if name not in ATTENTION]:
         text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(ATTENTION)}"
         args.diag.unsupported(adapter_key(args) or "lora_rank", text)

@@ -149,7 +149,7 @@ def check_correction(top: Top, mode: str) -> None:
             weight.diag.unused("detach")  # log-probs from before the update have no gradient
         if weight.method == "tis" and weight.lower_bound is not None:
             weight.diag.error(
-                "lower_bound", "truncated weights (tis) have no lower bound; remove it, or write method: icepop"
+                "lower_bound", "truncated weights (tis) have no lower bound; remove this key, or write method: icepop"
             )
         _check_order(weight, *_bounds(weight))
     for section in (weight, *correction.filters):
@@ -164,12 +164,15 @@ def check_correction(top: Top, mode: str) -> None:
     if mode == "pure" and top.opd_objective != "sampled":
         nothing = f"opd_objective: {top.opd_objective} in pure distillation has no policy loss"
         if weight.enabled:
-            correction.diag.error("is_weight", f"{nothing}, but the weights multiply only the policy loss; use filters")
+            correction.diag.error(
+                "is_weight", f"{nothing}, but these weights multiply only the policy loss; use filters instead"
+            )
         if correction.negatives_delta is not None:
-            correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters")
+            correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters instead")
     elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:
         correction.diag.error(
-            "negatives_delta", f"policy loss {top.policy_loss} reads no advantages, so none is negative; use filters"
+            "negatives_delta",
+            f"policy loss {top.policy_loss} reads no advantages, so this key has no effect; use filters",
         )
 
 
@@ -185,7 +188,7 @@ def check_quantised(options: Mapping[str, object], diag: Diagnostics, top: Top) 
 
 
 def read_correction(top: Top) -> CorrectionPlan | None:
-    """Return the enabled correction; None if there is none."""
+    """Return the correction that is enabled; None if no correction is enabled."""
     correction = top.train_infer_correction
     filters = tuple(read for rule in correction.filters for read in _filters(rule))
     weight, delta = correction.is_weight, correction.negatives_delta
@@ -196,7 +199,7 @@ def read_correction(top: Top) -> CorrectionPlan | None:
 
 
 def _bounds(weight: ImportanceWeight) -> tuple[float | None, float | None]:
-    """Return (lower, upper) as written, where null means no bound; for keys not written, the defaults of the method."""
+    """Return the (lower, upper) bound of a weight. A written null means no bound; an unwritten key has its default."""
     low, high = BOUNDS[weight.method]
     return (
         weight.lower_bound if "lower_bound" in weight.written else low,

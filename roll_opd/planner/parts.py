@@ -53,8 +53,9 @@ def environment(*sections: Run | Worker) -> FrozenDict:
 def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
     """Return the plan of a Megatron role.
 
-    Log-probs of a frozen model are normalised over the token ids that `student` has as well. A model with another
-    tokenizer uses all of its ids: the same id is another token in the student.
+    Log-probs of a frozen model are normalised over the token ids that the model shares with `student`. For a model with
+    another tokenizer, they are normalised over all of its token ids, because its token ids do not stand for the
+    student's tokens.
     """
     assert role.info and role.strategy.devices and role.strategy.layout
     scored = student.info if student and student.info and not role.is_aligned else role.info
@@ -76,7 +77,7 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
     Args:
         mini_batch: sequences of an update.
         total: updates of the run.
-        answers: number of sequences that stay together in a micro-batch and count as one sequence of the limit.
+        answers: number of sequences that stay together in a micro-batch; a limit in sequences counts them as one.
     """
     args, limits = role.worker.training_args, micro_batch(role.worker, True)
     if limits.sequences:
@@ -100,12 +101,12 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
 
 
 def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
-    """Return the learning-rate schedule's fields of an `OptimizerPlan`, for a run of `total` updates."""
+    """Return the fields of an `OptimizerPlan` that describe the learning-rate schedule of `total` updates."""
     style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
     if not peak:
-        args.diag.warn("learning_rate", "0 changes no weights: such a run only measures")
+        args.diag.warn("learning_rate", "0 changes no weights, so the run only measures")
     if warmup > total:
         args.diag.note("", f"{warmup} warm-up updates are more than the run's {total}")
     for name, rate in (("min_lr", kwargs.min_lr), ("init_lr", kwargs.init_lr)):
@@ -119,7 +120,7 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     if style == "WSD" and kwargs.wsd_decay_steps is None:
         kwargs.diag.error(
             "wsd_decay_steps",
-            f"is missing; {args.lr_scheduler_type} needs it, write the number of updates of its decay",
+            f"is missing; {args.lr_scheduler_type} needs the number of updates in its decay",
         )
     elif style in ("linear", "cosine") and total == 1 and not (warmup or kwargs.min_lr or kwargs.lr_decay_steps):
         args.diag.warn(
@@ -163,7 +164,10 @@ def _teacher_source(role: Role, top: Top, student: Role) -> TeacherSource:
 
 
 def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
-    """Return the plan of the student's engines: `n` responses of up to `response` tokens (validation: `held_out`)."""
+    """Return the plan of the student's engines, which sample `n` responses per prompt.
+
+    A response has up to `response` tokens in training, and up to `held_out` tokens in validation.
+    """
     sampling = sampling_plan(role.worker.generating_args, n, response)
     plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
     if top.max_running_requests:  # an engine queues requests beyond this number

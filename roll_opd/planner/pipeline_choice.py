@@ -249,9 +249,10 @@ def _off_policy_problem(values: Mapping[str, Any]) -> str | None:
     if found is None or not values.keys().isdisjoint((*LEARNERS, "student_infer", "actor_infer")):
         return None
     return (
-        f"{found}: is a key of ROLL's off-policy distillation (start_distill_pipeline.py: the teacher's logits on"
-        " given answers); this pipeline does not exist here, so write an on-policy one (student_train, student_infer,"
-        " teacher), or train on the teacher's answers with start_sft_pipeline.py"
+        f"{found}: is a key of ROLL's off-policy distillation (start_distill_pipeline.py), which trains on the"
+        " teacher's logits of given answers; this pipeline does not exist here; write a configuration of on-policy"
+        " distillation (student_train, student_infer, teacher), or train on the teacher's answers with"
+        " start_sft_pipeline.py"
     )
 
 

@@ -36,7 +36,7 @@ READ_WITH = {"kl_penalty": "init_kl_coef", "kl_horizon": "target_kl"}  # key -> 
 def to_text(plan: RunPlan, width: int | None = None) -> str:
     """Return the plan as text: roles, devices, batch arithmetic, memory, objective, warnings.
 
-    Lines longer than `width` are wrapped; None: no wrapping.
+    Lines longer than `width` are wrapped. If `width` is None, no line is wrapped.
     """
     content = to_json(plan)
     nodes = f"{plan.num_nodes} node(s) x {plan.devices_per_node} devices"
@@ -84,7 +84,7 @@ def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _alike(of_devices: Mapping[int, T]) -> dict[T, str]:
-    """Return a map: value -> its devices, in the form of `short_devices`."""
+    """Return a map from each value to the devices with this value, in the form of `short_devices`."""
     groups: dict[T, list[int]] = {}
     for device, value in of_devices.items():
         groups.setdefault(value, []).append(device)
@@ -159,7 +159,10 @@ def _frozen_lines(plan: RunPlan) -> list[str]:
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
-    """Return each role's memory per rank, by part; for several stages, all totals and the largest stage's parts."""
+    """Return lines with each role's memory per rank, split into parts.
+
+    For a role with several pipeline stages, the lines show the parts of the largest stage and the total of each stage.
+    """
     lines = []
     for name, stages in plan.memory.items():
         parts = fullest(stages)
@@ -204,7 +207,11 @@ def _objective_lines(plan: RunPlan) -> list[str]:
             f"advantage = {_advantage(plan)}",
             f"{objective.adv_estimator}, {lines[0]}, discount {objective.opd_kl_discount:g}; old log-probs {again}",
             *_distillation_lines(plan),
-            *([f"init_kl_coef {objective.init_kl_coef:g}: of the token-level KL"] if objective.init_kl_coef else []),
+            *(
+                [f"init_kl_coef {objective.init_kl_coef:g}: coefficient of the token-level KL"]
+                if objective.init_kl_coef
+                else []
+            ),
             *_other_lines(objective, ObjectiveKeys),
             *_correction_lines(objective.correction),
             *_ahead_lines(plan),
@@ -222,7 +229,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
 
 
 def _ahead_lines(plan: RunPlan) -> list[str]:
-    """Return a line on how far generation runs ahead of training; empty if the two take turns."""
+    """Return a line on how far generation runs ahead of training; an empty list if generation does not run ahead."""
     if not plan.objective.max_age:
         return []
     pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth)
@@ -234,7 +241,7 @@ def _ahead_lines(plan: RunPlan) -> list[str]:
 
 
 def _offline_lines(plan: RunPlan, lines: Sequence[str]) -> list[str]:
-    """Return the loss on given answers as lines: the likelihood, if it has a weight, and the teacher's top-k term."""
+    """Return the loss on given answers as lines: the likelihood if its weight is not 0, and the teacher's term."""
     weight = plan.objective.rl_loss_coef
     return [*(f"{weight:g} * {line}" for line in lines if weight), *_distillation_lines(plan)]
 
@@ -305,14 +312,16 @@ def _correction_lines(correction: CorrectionPlan | None) -> list[str]:
     lines = []
     if correction.weight:
         bounds = _bounds(correction.low, correction.high)
-        lines.append(f"policy loss * {correction.weight} weight, train / infer of each {correction.level}{bounds}")
+        lines.append(
+            f"policy loss * {correction.weight} weight, the ratio train / infer of each {correction.level}{bounds}"
+        )
     lines += [
-        f"without tokens whose {rule.measure} of train and infer, per {rule.level}, is"
+        f"leaves out tokens whose {rule.measure} of train and infer, per {rule.level}, is"
         f" not{_bounds(rule.low, rule.high)}"
         for rule in correction.filters
     ]
     if correction.negatives_delta:
-        lines.append(f"without negative advantages where infer - train is above {correction.negatives_delta:g}")
+        lines.append(f"leaves out negative advantages where infer - train is above {correction.negatives_delta:g}")
     return lines
 
 

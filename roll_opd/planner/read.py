@@ -1,7 +1,7 @@
 """Split a composed configuration into its sections and validate each of them.
 
 A section with a wrong value becomes None, and later checks use the other sections. An unknown key is reported together
-with the most similar known key. ROLL's keys that have no effect here are collected.
+with the most similar known key. `Diagnostics` collects ROLL's keys that have no effect here.
 """
 
 import json
@@ -59,7 +59,7 @@ ENGINE_KEYS = (
 
 @dataclass
 class Sections:
-    """A validated configuration. A part with a problem is None; a part that was not written is absent."""
+    """A validated configuration. A section with a problem is None; a section that was not written is absent."""
 
     top: Run | None = None
     workers: dict[str, Worker | None] = field(default_factory=dict)  # name of the section -> role
@@ -105,7 +105,7 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], keys: type[
 
 
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:
-    """Set devices per node to this machine's number, unless this number or the devices of a role are configured."""
+    """Set num_gpus_per_node to this machine's number of devices, unless it or a role's device_mapping is written."""
     workers = (*sections.workers.values(), *sections.teachers.values(), *sections.judges.values())
     written = any(worker is not None and worker.device_mapping is not None for worker in workers)
     if top is None or written or "num_gpus_per_node" in top.written:
@@ -120,7 +120,7 @@ def _variables(
     variables: frozenset[str],
     diag: Diagnostics,
 ) -> set[str]:
-    """Return the unknown top-level keys that may be variables of the file; note the unused keys as dropped.
+    """Return the unknown top-level keys that may be variables of the file; record the unused variables as dropped.
 
     ROLL ignores all unknown keys. Here a key is a typing error if its name resembles a known key, if it is a key of
     some section, or if its value has keys of a role.
@@ -140,7 +140,7 @@ def _variables(
 
 
 def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the teachers; a section that directly has keys of a role is a single teacher named "teacher"."""
+    """Read the teachers. If section `teacher` itself has keys of a role, it is a single teacher named "teacher"."""
     mapping = _mapping(value, "teacher", diag)
     of_files = [name for name, data in mapping.items() if isinstance(data, dict) and "files" in data]
     if "files" in mapping or of_files:
@@ -162,8 +162,8 @@ def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
 def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the rewards, and the engines of local judges.
 
-    The keys of a judge's engine are in the section of its reward. The first reward with a shared judge uses the section
-    `reward_model`, which is the argument `shared`.
+    The keys of a local judge's engine are in the section of its reward. Argument `shared` is the section
+    `reward_model`, which describes the engine of the first reward with a shared judge.
     """
     for domain, data in _mapping(value, "rewards", diag).items():
         place, judge = diag.below(f"rewards.{domain}"), _judge_type(data)
@@ -189,7 +189,7 @@ def _read_auxiliaries(value: Any, sections: Sections, diag: Diagnostics) -> None
         remote = sections.auxiliaries[name] = read_section(RemoteModelKeys, data, place)
         for key in ("base_url", "model_name"):
             if remote is not None and key not in remote.written:
-                place.error(key, "is missing; write the model's address and its name there")
+                place.error(key, "is missing; write both base_url and model_name")
 
 
 def _judge_type(reward: Any) -> Any:

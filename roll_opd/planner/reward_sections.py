@@ -22,9 +22,10 @@ MAX_REWARD_CALLS = 256  # calls of a worker that run at the same time
 
 
 def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int) -> tuple[RewardPlan, ...]:
-    """Return the plans of the reward workers; a tag may belong to only one domain. `responses` is per prompt.
+    """Return the plans of the reward workers; a tag may belong to only one domain.
 
-    In pure distillation rewards are only monitored, so their filters have no effect.
+    `responses` is the number of responses per prompt. In pure distillation, rewards are only monitored, so their
+    filters have no effect.
     """
     plans: list[RewardPlan] = []
     for domain, reward in rewards.items():
@@ -57,7 +58,7 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
 
 
 def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
-    """Return the terms of a domain; the first term is the domain's reward, named after its worker."""
+    """Return the terms of a domain. The first term is the domain's own reward, and has the name of its worker."""
     problems = reward.diag.problems
     before = len(problems)
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
@@ -72,10 +73,10 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     if reward.args.get("judge_model_type") == LOCAL_JUDGE:
         reward.diag.unused(*_facts(main.worker).endpoint_arguments & main.args.keys())
         if main.worker in REWARDS.builtin and main.worker != "llm_judge":
-            text = f"{main.worker} uses no judge, so these engines would be idle; remove it"
+            text = f"{main.worker} uses no judge, so the engines of this section would be idle; remove this key"
             reward.diag.error("judge_model_type", text)
     if main.name in reward.terms:
-        reward.diag.error(f"terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
+        reward.diag.error(f"terms.{main.name}", f"the reward itself is named {main.name!r}; give the term another name")
     found: list[tuple[Term, RewardTerm]] = [(reward, main)]
     for name, section in reward.terms.items():
         term = _term(section, name, name)
@@ -113,7 +114,7 @@ def _term(section: Term, default: str, name: str | None) -> RewardTerm:
 
 
 def _facts(worker: str) -> RewardFacts:
-    """Return the registered facts of a reward; a user's class is not imported."""
+    """Return the registered facts of a built-in reward, and the defaults for a user's class, which is not imported."""
     return REWARDS.facts(worker) if worker in REWARDS.builtin else RewardFacts()
 
 
@@ -141,7 +142,7 @@ def _worker(section: Term, name: str) -> str:
 
 
 def _arguments(section: Term, worker: str) -> dict[str, object]:
-    """Return the worker's arguments. An unknown key is an error unless ROLL has the key; it then has no effect."""
+    """Return the worker's arguments. An unknown key is an error, but a key of ROLL's rewards is only without effect."""
     if worker not in REWARDS.builtin:
         return dict(section.args)
     taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))
@@ -159,18 +160,18 @@ def _arguments(section: Term, worker: str) -> dict[str, object]:
 
 
 def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan | None, responses: int) -> None:
-    """Refuse a std_filter over single rewards or over groups of one response: their deviation is 0."""
+    """Refuse a std_filter on single rewards or on groups of one response, because one reward has the deviation 0."""
     if response and response.type == "std_filter":
         reward.diag.error(
             "response_filter_config.type",
-            "std_filter on a single reward accepts nothing, as its deviation is 0; use mean_filter, or std_filter in"
-            " query_filter_config",
+            "std_filter accepts no response here, because the deviation of a single reward is 0; use mean_filter, or"
+            " write std_filter in query_filter_config",
         )
     if query and query.type == "std_filter" and responses == 1:
         reward.diag.error(
             "query_filter_config.type",
-            "std_filter accepts nothing with one response per prompt; set num_return_sequences_in_group to 2 or more,"
-            " or use mean_filter",
+            "std_filter accepts no prompt with one response, because the deviation of a single reward is 0; set"
+            " num_return_sequences_in_group to 2 or more, or use mean_filter",
         )
 
 
@@ -184,9 +185,9 @@ def _filter(section: Filter) -> FilterPlan | None:
     wanted = arguments(FILTERS[section.type], given_by_us=1)
     for key in wanted:
         if key not in written:
-            section.diag.error(f"filter_args.{key}", f"is missing; {section.type} needs it, write a number")
+            section.diag.error(f"filter_args.{key}", f"is missing; write the number that {section.type} needs")
     for key in sorted(written.keys() - wanted.keys()):
-        section.diag.error(f"filter_args.{key}", f"{section.type} does not take it; remove it")
+        section.diag.error(f"filter_args.{key}", f"{section.type} has no such argument; remove it")
     up, down = written.get("threshold_up"), written.get("threshold_down")
     if section.type == "mean_filter" and up is not None and down is not None and up <= down:
         section.diag.error(

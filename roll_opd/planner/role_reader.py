@@ -58,7 +58,7 @@ class Role:
 
     @property
     def external(self) -> ExternalKeys | None:
-        """The section with the source of a teacher's log-probs; None for a role with processes of the run."""
+        """The section that names an external source of a teacher's log-probs; None for a role that runs on devices."""
         return next(iter(self.worker.sources.values()), None) if isinstance(self.worker, TeacherWorker) else None
 
 
@@ -86,18 +86,18 @@ class Roles:
 
     @property
     def shared_vocabulary(self) -> int:
-        """Number of token ids that student and teachers with the student's tokenizer have; 0 without a model."""
+        """Number of token ids that the student shares with all teachers that have its tokenizer; 0 without a model."""
         roles = (self.train, *self.teachers.values())
         models = [role.info for role in roles if role is not None and role.info and not role.is_aligned]
         return min((known.vocab for known in models), default=0)
 
 
 def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode. `pure`: the caller runs pure distillation; None: the configuration decides."""
+    """Return the mode of a run. If `pure` is None, the configuration decides whether the run is pure distillation."""
     # read from the raw values: a wrong value elsewhere at the top level must not change the mode
     is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
     if mixed and (is_pure or pure):
-        diag.error("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
+        diag.error("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one of them")
     if pure is None:
         said_not = mixed or values.get("is_pure_opd") is False
         pure = not said_not and any(role in sections.workers for role in PURE_ROLES)
@@ -141,7 +141,7 @@ class RoleReader:
         return self._roles
 
     def _rolled_out(self) -> Roles:
-        """Return the roles that a run with rollouts has in its mode."""
+        """Return the roles of a run with rollouts; the mode decides which roles the run needs."""
         sections, roles, diag = self._sections, self._roles, self._diag
         train_name, infer_name = self._student_names()
         self._read_student(train_name)
@@ -187,7 +187,7 @@ class RoleReader:
                     worker.diag.error(
                         MODEL,
                         f"{info.path} has no tokenizer.json; give the directory of the teacher's tokenizer, or"
-                        " leave it out",
+                        " remove this key",
                     )
         if needs_model:
             self._check_weights(worker, info)
@@ -220,15 +220,17 @@ class RoleReader:
                     "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
                     " device_mapping), or use grpo or reinforce",
                 )
-        if reference := self._used(REFERENCE, bool(compares), "use_kl_loss and add_token_level_kl compare with it"):
+        if reference := self._used(
+            REFERENCE, bool(compares), "use_kl_loss and add_token_level_kl need a reference policy"
+        ):
             self._roles.reference = self._megatron("frozen", reference, self._student)
-        if critic := self._used(CRITIC, needs_values, "adv_estimator: gae needs values"):
+        if critic := self._used(CRITIC, needs_values, "adv_estimator: gae needs a critic"):
             self._roles.critic = self._megatron("train", critic, self._student)
 
     def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
         """Return the section of a role if it is written and used, else None; warn if it is written but unused."""
         if not is_used and name in self._sections.workers:
-            self._diag.add_warning(f"{name}: is written but not used; only {use}, so it is not loaded")
+            self._diag.add_warning(f"{name}: is written but not used, and its model is not loaded; only {use}")
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
@@ -249,7 +251,10 @@ class RoleReader:
         return self._sections.workers.get(name)
 
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
-        """Return a vLLM role. The defaults are `model`, `dtype` and the devices of `student`."""
+        """Return a vLLM role.
+
+        `model`, `dtype` and the devices of `student` are the defaults of a role that does not set these keys.
+        """
         strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
         info = self._model(worker, model)
         if info and strategy.layout:
@@ -258,7 +263,7 @@ class RoleReader:
         return Role("rollout", worker, strategy, info, worker.model_args.dtype or dtype)
 
     def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
-        """Return a Megatron role; `model` is its default."""
+        """Return a Megatron role; `model` is the role's model if its section names no model."""
         trained = self._roles.train.strategy if self._roles.train else None
         strategy = read_megatron(worker, job, self._strict, trained, every=self._devices)
         info = self._model(worker, model)
@@ -269,7 +274,7 @@ class RoleReader:
         if written and from_strategy and written != from_strategy:
             worker.diag.error(
                 f"{OPTIONS}.{from_strategy}",
-                f"true contradicts {worker.diag.path}.model_args.dtype {written}; keep only one",
+                f"true contradicts {worker.diag.path}.model_args.dtype {written}; keep only one of these keys",
             )
         return Role(job, worker, strategy, info, self._precision(job, worker, written or from_strategy or "bf16"))
 
@@ -278,12 +283,12 @@ class RoleReader:
         if job == "frozen" or requested != "fp16" or self._strict:
             return requested
         key = "model_args.dtype" if worker.model_args.dtype else f"{OPTIONS}.fp16"
-        text = "training in fp16 is not available, since its gradients need a scaled loss; bf16, which needs none,"
-        worker.diag.note(key, f"{text} takes its place (fp32 where the GPU has no bf16: write it)")
+        text = "training in fp16 is not available, because gradients in fp16 need a scaled loss; bf16 takes its place"
+        worker.diag.note(key, f"{text} (write fp32 if the GPU has no bf16)")
         return "bf16"
 
     def _check_sections(self) -> None:
-        """Report keys without effect in a used role; an unused role is reported as a whole."""
+        """Report the keys without effect in the roles of the run. `_used` reports roles that the run does not use."""
         top, train, infer = self._sections.top, self._roles.train, self._roles.infer
         plays = isinstance(top, Top) and top.custom_envs
         templates = {top.global_template if top else None, train.worker.data_args.template if train else None}
@@ -317,7 +322,7 @@ class RoleReader:
         return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 
     def _check_adapters(self) -> None:
-        """Refuse adapters of frozen models, and keys that request other trained weights than the run would train."""
+        """Refuse adapters of frozen models, and keys that select the trained weights in ways not available yet."""
         student, infer = self._roles.train, self._roles.infer
         never: dict[str, list[str]] = {}
         for args in [worker.model_args for worker in written_workers(self._sections)]:
@@ -337,16 +342,17 @@ class RoleReader:
                 args.diag.unused(*(key for key in lora_keys.KEYS if getattr(args, key)))
             else:
                 text = (
-                    "only the student has an adapter; remove the key, or give a model that the adapter is merged into"
+                    "only the student has an adapter; remove the key, or give a model whose weights already contain the"
+                    " adapter"
                 )
                 args.diag.error(requested, text)
         for found in never.values():
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
-            text = "is not available yet, so the run would train other weights than requested; remove it"
+            text = "is not available yet, so the run would train other weights than requested; remove the key"
             self._diag.unsupported(found[0], text + also)
 
     def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
-        """Compare a model's weights with its config.json, once per model; vLLM checks its models itself."""
+        """Compare a model's weights with its config.json, once per model. For engines, vLLM does this check."""
         if info is None or info.path in self._checked:
             return
         self._checked.add(info.path)
@@ -355,7 +361,10 @@ class RoleReader:
                 worker.diag.error(MODEL, problem)
 
     def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
-        """Return the facts of a role's model (default: `model`); report a model that cannot be run."""
+        """Return the facts of a role's model; report a model that cannot be run.
+
+        `model` is the default for a role whose section names no model.
+        """
         model = worker.model_args.model_name_or_path or model
         if model is None:
             needs = f"{worker.diag.path} needs the path of a model (no other role's model is its default)"
@@ -372,13 +381,15 @@ class RoleReader:
                 f"weights of a {info.model_type} decoder": bool(info.weight_files) and not holds_decoder(info),
             }
             for what in [what for what, absent in lacking.items() if absent]:
-                put = "put the files of the model's release there" if "token" in what else "put the weights there"
-                worker.diag.unsupported(MODEL, f"{info.path} has no {what}, so this can be planned but not run; {put}")
+                put = "add the files of the model's release" if "token" in what else "add the weights"
+                worker.diag.unsupported(
+                    MODEL, f"{info.path} has no {what}, so the run can be planned but not started; {put}"
+                )
         self._models[model] = info
         return info
 
 
 def _report_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
-    """Report that `section` of `role` is not read; `reader` is the role that reads such a section."""
+    """Report that `section` of `role` is not read. `reader` is the role that does read such a section, if any."""
     where = f"write it in {reader.path}" if reader else "remove it"
     role.diag.note(section, f"has no effect, as this role {why}; {where}")

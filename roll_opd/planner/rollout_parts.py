@@ -48,7 +48,7 @@ MAX_TOKENS = 2**31 - 1  # maximum tokens of a row that is not a prompt
 
 
 def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode of a run; fill in keys of `sections` that its algorithm and environments imply."""
+    """Return the mode of a run. In `sections`, set the unset keys that the algorithm and the environments imply."""
     if environment_sections.is_agentic(values):
         environment_sections.with_sampling(sections)
     mode = choose_mode(values, sections, pure, diag)
@@ -59,7 +59,7 @@ def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, d
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """Checked values of a run with rollouts, from which `fields` makes the fields of its plan."""
+    """Checked values of a run with rollouts; method `fields` returns the plan's fields."""
 
     top: Top
     roles: Roles
@@ -81,7 +81,7 @@ class RolloutParts:
         return self.top.prompt_length + (self.sizes.response or 0)
 
     def fields(self) -> dict[str, Any] | None:
-        """Return the fields of the plan that only a run with rollouts has; None after a problem."""
+        """Return the fields of the plan that only a run with rollouts has; None if problems were reported."""
         top, roles, sizes, data = self.top, self.roles, self.sizes, self.data
         if top.diag.problems:
             return None
@@ -202,18 +202,24 @@ def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> Rollout
 def _check_rewards(
     top: Top, sections: Sections, rewards: tuple[RewardPlan, ...], responses: int, mode: str, agentic: bool
 ) -> None:
-    """Check the rewards and advantages of a run; `responses` is the number per prompt."""
+    """Check the rewards and advantages of a run; `responses` is the number of responses per prompt."""
     check_objective.check_steps(top, agentic, environment_sections.whole_trajectories(top) if agentic else ())
     by_tag = agentic and top.reward_normalization.grouping in environment_sections.BY_TAG
     check_objective.check_groups(top, responses, agentic=agentic, by_tag=by_tag)
     check_objective.check_rewards(top, rewards)
     if not (sections.rewards or top.workflow):
         switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
-        top.diag.error("rewards", f"is missing; {switch} needs rewards, write at least rewards.math_rule")
+        top.diag.error(
+            "rewards", f"is missing; {switch} needs at least one reward; write for example rewards.math_rule"
+        )
 
 
 def _tasks(top: Top, roles: Roles, sections: Sections) -> tuple[DataPlan, None]:
-    """Return (training tasks in environments, None); for validation see `environment_sections.held_out`."""
+    """Return (training tasks in environments, None).
+
+    The second value stands for held-out rows, which environments do not have. Their validation is planned by
+    `environment_sections.held_out`.
+    """
     games = environment_sections.data(top)
     held_out = environment_sections.tasks(top, top.val_env_manager) if top.val_env_manager else None
     if None not in sections.teachers.values():  # environments return the rewards
@@ -243,7 +249,7 @@ def _prompts(
 
 
 def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
-    """Return `data` with the schema of rows for a workflow; column `truth` has their ground truth."""
+    """Return `data` with the schema of rows for a workflow; `truth` is the column with the ground truth."""
     columns = {"ground_truth": truth} if truth != "ground_truth" else {}
     return replace(data, schema="task", prompt_length=MAX_TOKENS, columns=FrozenDict({**data.columns, **columns}))
 
@@ -255,8 +261,8 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
         if share:
             top.diag.error(
                 "demonstrations",
-                f"is missing; policy loss {top.policy_loss} trains on demonstrations (rows with answers) as a fraction"
-                f" of each batch (expert_data_ratio {share:g}); write demonstrations.data_args.file_name",
+                f"is missing; policy loss {top.policy_loss} trains on demonstrations (rows with answers), which are the"
+                f" fraction {share:g} (expert_data_ratio) of each batch; write demonstrations.data_args.file_name",
             )
         return None
     if not share:
@@ -268,7 +274,7 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
             )
         return None
     if agentic:
-        text = "is available for answers to prompts, but not yet for trajectories in environments; remove it"
+        text = "is available for answers to prompts, but not yet for trajectories in environments; remove this section"
         top.diag.unsupported("demonstrations", text)
         return None
     args = section.data_args
@@ -282,7 +288,7 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
 
 
 def _workflow(top: Top) -> WorkflowPlan | None:
-    """Return the plan of the workflow, except auxiliary models; None if each row is answered once."""
+    """Return the plan of the workflow, without its auxiliary models; None for a run without a workflow."""
     if top.workflow is None:
         top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
         return None

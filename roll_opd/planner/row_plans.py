@@ -21,10 +21,10 @@ SHARE_TOLERANCE = 0.01  # wide enough for thirds written as 0.33
 
 
 def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None = None) -> DataPlan | None:
-    """Return the plan of rows with absolute file names, None if a file is missing. `read_streams` adds the streams.
+    """Return the plan of rows with absolute file names; None if a file is missing. `read_streams` adds the streams.
 
-    `length` is the maximum tokens of a row. In held-out data, a column that no key names has the same name as in the
-    `training` data.
+    `length` is the maximum number of tokens in a row. For held-out data, `training` are the keys of the training data.
+    If the keys of the held-out data do not name a column, the name from `training` applies.
     """
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
@@ -58,9 +58,10 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
 def read_answers(
     args: DataArgs, top: Run, keys: Section, length: int, length_key: str, schema: str, training: DataArgs | None = None
 ) -> DataPlan | None:
-    """Return the plan of rows with answers in `schema`, like `read_data`; `keys` may name the answer columns.
+    """Return the plan of rows with answers; see `read_data`.
 
-    `length_key` is the key of the length limit, for error messages.
+    `schema` is the schema of the rows, and section `keys` may name the columns of the answers. `length_key` is the key
+    of the length limit, for error messages.
     """
     data = read_data(args, top, length, training)
     named = {own: name for own, key in COLUMN_KEYS.items() if (name := getattr(keys, key, None))}
@@ -70,7 +71,7 @@ def read_answers(
 
 
 def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
-    """Return a map: column -> its name in the file, for columns that the file names differently."""
+    """Return a map from a column of this package to its name in the file, for the columns whose names differ."""
     columns: dict[str, str] = {}
     for source in (training, args) if training else (args,):
         written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
@@ -81,7 +82,7 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
 
 
 def _template(args: DataArgs, top: Run) -> str:
-    """Return the template of rows whose tag has no template; `global_template` takes precedence, as in ROLL."""
+    """Return the template of the rows whose tag has no template. As in ROLL, `global_template` takes precedence."""
     written = {f"tag_to_template.{tag}": name for tag, name in top.tag_to_template.items()}
     if top.global_template:
         written["global_template"] = top.global_template
@@ -165,7 +166,10 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
 
 
 def _with_rest(args: DataArgs, shares: Mapping[str, float]) -> list[float]:
-    """Return the probabilities; the last domain gets the remainder, as in ROLL."""
+    """Return the probabilities of the domains.
+
+    As in ROLL, the last domain gets the remainder if the configured probabilities sum to less than 1.
+    """
     *others, last = shares
     total = sum(shares.values())
     if total >= 1 - SHARE_TOLERANCE - 1e-9:
@@ -222,7 +226,7 @@ def check_tags(
         if tag in unscored:
             text = f"no reward has tag {tag!r} of the training data in its tag_included"
             if roles.mode == "pure":
-                diag.add_warning(f"rewards: {text}; its reward is not monitored")
+                diag.add_warning(f"rewards: {text}, so no reward of these rows is monitored")
             else:
                 domains = ", ".join(reward.domain for reward in rewards)
                 diag.error("rewards", f"{text}; add it to one of {domains}")

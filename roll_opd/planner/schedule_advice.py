@@ -37,7 +37,7 @@ class Advice:
     by_devices: Mapping[int, Sequence[Prediction]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return costs (seconds) and predictions: for the configuration, and the best per number of devices."""
+        """Return the costs in seconds, and the predictions for the configuration and for each number of devices."""
         return {
             "costs": {name: getattr(self.costs, field) for name, field in NUMBERS.items()},
             "configuration": asdict(self.now),
@@ -46,7 +46,7 @@ class Advice:
         }
 
     def to_text(self, width: int) -> str:
-        """Return the costs, a table with the fastest split of each bound, and the advice."""
+        """Return the costs, a table with the fastest split for each age bound, and the advice."""
         costs = ", ".join(f"{name} {getattr(self.costs, field):.3g} s" for name, field in STATED.items())
         lines = [f"{costs} ({self.origin}); lengths: spread {self.costs.spread:.2g}"]
         rows = [["devices", "engines", "training", "S", "step", "waits", "free slots", "age", "largest"]]
@@ -58,7 +58,7 @@ class Advice:
 
     def _sentence(self, devices: int, found: Sequence[Prediction]) -> str:
         if not found:
-            return f"{devices} devices: too few for an engine and a replica of the student, or not divisible into these"
+            return f"{devices} devices cannot be divided into engines and replicas of the student"
         best = fastest(found)
         place = "all devices in turns" if best.is_shared else f"engines on {best.engines}, training on {best.training}"
         return (
@@ -69,16 +69,16 @@ class Advice:
 
 
 def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices: str | None) -> Advice | None:
-    """Return the advice for `plan` from command-line options; None if no costs are given.
+    """Return the advice for `plan` from the options of `roll-opd plan`; None if no costs are given.
 
     Args:
-        plan: the costs hold for its devices and its batch.
+        plan: the plan of the configuration; the costs are the costs of its devices and its batch.
         measured: directory of a run with measured costs.
-        stated: costs in the form of `--costs`; they take precedence.
-        devices: numbers of devices, separated by commas; None: the number in `plan`.
+        stated: costs in the form of `--costs`; stated costs take precedence over measured costs.
+        devices: numbers of devices, separated by commas; None means the number of devices in `plan`.
 
-    Raises ConfigError for a plan without generation, for missing or unreadable costs, and for a measured run whose
-    phases overlap.
+    Raises ConfigError if the plan has no generation, if costs are missing or unreadable, or if the phases of the
+    measured run overlap.
     """
     if not measured and not stated:
         if devices:
@@ -86,7 +86,7 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
         return None
     numbers = [text.strip() for text in devices.split(",")] if devices else []
     if not all(text.isdecimal() and int(text) for text in numbers):
-        raise ConfigError([f"--devices {devices} are not numbers of devices; give 8, or 8,64,512"])
+        raise ConfigError([f"--devices: {devices} are not numbers of devices; give numbers such as 8 or 8,64,512"])
     if plan.rollout is None:
         raise ConfigError([f"the {plan.kind} pipeline generates nothing, so there is no schedule to advise on"])
     found = measured_costs(Path(measured), plan) if measured else {}
@@ -96,7 +96,7 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
         origin.append("stated")
     missing = [name for name, field in STATED.items() if field not in found]
     if missing:
-        raise ConfigError([f"--costs: {', '.join(missing)} missing; give {HOW}, or --measured RUN_DIR"])
+        raise ConfigError([f"--costs: the costs {', '.join(missing)} are missing; give {HOW}, or --measured RUN_DIR"])
     costs, work = StepCosts(**found), work_of(plan)
     predictor = Predictor(costs, work)
     now = predictor.predict(work.engines, work.training, plan.async_generation_ratio, is_shared=work.is_shared)
@@ -180,7 +180,7 @@ def stated_costs(text: str) -> dict[str, float]:
 
 
 def _by_bound(found: Sequence[Prediction]) -> list[Prediction]:
-    """Return the fastest prediction for each bound; predictions in which all devices take turns are separate."""
+    """Return the fastest prediction for each age bound. Layouts in which all devices take turns have their own rows."""
     kinds = dict.fromkeys((not one.is_shared, one.bound) for one in found)
     return [
         min((one for one in found if (not one.is_shared, one.bound) == kind), key=lambda one: one.step)

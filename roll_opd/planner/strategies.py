@@ -41,7 +41,7 @@ SGLANG = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """Devices and layout of a role, and the options of its engine; a field is None after a problem."""
+    """Devices and layout of a role, and the options of its engine. A field is None if its value has a problem."""
 
     devices: tuple[int, ...] | None = None
     layout: Layout | None = None  # None also if devices and sizes do not match; for vLLM, dp is the number of engines
@@ -54,7 +54,7 @@ class Strategy:
 
 
 def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
-    """Return the devices of a role; None after a problem.
+    """Return the devices of a role; None if a problem was reported.
 
     By default, the student has all devices of the run (`every` is their number), and other roles take turns on these
     devices, as in ROLL's documentation.
@@ -70,13 +70,13 @@ def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[
         worker.diag.error("device_mapping", text)
         return None
     if student.devices is not None and len(student.devices) < every:
-        text = f"is not written; it shares the student's {short_devices(student.devices)}"
+        text = f"is not written, so this role shares the student's devices {short_devices(student.devices)}"
         worker.diag.note("device_mapping", text)
     return student.devices
 
 
 def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | None:
-    """Return the strategy_config of a role with the task `job` (train, frozen, rollout); None after a problem."""
+    """Return the strategy_config of a role whose task is `job` (train, frozen, rollout); None after a problem."""
     wanted, key = STRATEGY[job], "strategy_args.strategy_name"
     if worker.strategy_args is None:
         return {}
@@ -127,7 +127,7 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
 def read_megatron(
     worker: Worker, job: str, strict: bool, student: Strategy | None = None, *, every: int = 0
 ) -> Strategy:
-    """Return the placement of a Megatron role; `student` and `every` as in `read_devices`.
+    """Return the placement of a Megatron role. `student` and `every` are arguments of `read_devices`.
 
     A role that takes turns with the student has the student's layout by default.
     """
@@ -172,7 +172,7 @@ def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str,
         elif key in IGNORED_MEGATRON:
             report_ignored(key, value, diag)
         elif key in keys_of(TrainingArgs):
-            diag.error(key, "is a key of training_args here; write it there")
+            diag.error(key, "is a key of training_args here; write it in training_args")
         elif _counts("Megatron", key, value, diag, (*SIZES, *SWITCHES, *IGNORED_MEGATRON)):
             args[key] = value
     if args.get("recompute_granularity") == "full" and not RECOMPUTED.keys() & args.keys():
@@ -218,15 +218,15 @@ def _layout(
         shape = " x ".join(f"{name} {sizes[name]}" for name in ("tp", "pp", "cp") if sizes.get(name, 1) > 1)
         worker.diag.error(
             "device_mapping",
-            f"{len(devices)} devices cannot hold whole copies of a model spread over {one_copy} ({shape});"
-            f" give a multiple of {one_copy} devices",
+            f"{len(devices)} devices cannot hold whole copies of a model, because one copy needs {one_copy} devices"
+            f" ({shape}); give a multiple of {one_copy} devices",
         )
         return None
     return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
 
 def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, every: int = 0) -> Strategy:
-    """Return the placement of a role's engines; `student` and `every` as in `read_devices`."""
+    """Return the placement of a role's engines. `student` and `every` are arguments of `read_devices`."""
     devices = read_devices(worker, student, every)
     config = read_strategy(worker, "rollout", strict)
     if config is None:
@@ -244,11 +244,14 @@ def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, 
             return Strategy()
     for key in ("pipeline_parallel_size", "data_parallel_size"):
         if given.pop(key, 1) != 1:
-            diag.error(key, "only 1 is possible here; spread the engine with tensor_parallel_size")
+            diag.error(
+                key, "only 1 is possible here; set tensor_parallel_size to spread an engine over several devices"
+            )
     if devices is not None and len(devices) % tp:
         worker.diag.error(
             "device_mapping",
-            f"{len(devices)} devices cannot hold whole engines of tensor_parallel_size {tp}; give a multiple of {tp}",
+            f"{len(devices)} devices cannot be divided into engines of tensor_parallel_size {tp}; give a multiple of"
+            f" {tp} devices",
         )
         devices = None
     args = {key: value for key, value in given.items() if _counts("vLLM", key, value, diag)}

@@ -37,7 +37,7 @@ class SupervisedParts:
         return self.top.sequence_length
 
     def fields(self) -> dict[str, Any] | None:
-        """Return the fields of the plan that only a run on rows has; None after a problem."""
+        """Return the fields of the plan that only a run on rows has; None if problems were reported."""
         top, roles, train, data = self.top, self.roles, self.train, self.data
         check_values.check_micro_batches(roles.all(), self.longest, answers=top.answers)
         rows, update = check_values.rows_per_step(top, train)
@@ -122,7 +122,7 @@ def _objective(top: Supervised) -> ObjectivePlan:
 
 
 def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int) -> tuple[int, float | None]:
-    """Return (steps, epochs) of the run: steps are computed from the epochs; with max_steps, the epochs are None."""
+    """Return (steps, epochs) of the run. If max_steps sets the steps, the epochs are None."""
     args = train.worker.training_args
     assert isinstance(args, EpochArgs)
     epochs, key = args.num_train_epochs, "num_train_epochs"
@@ -137,5 +137,7 @@ def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int) -> tu
             found = count_rows(data)
             if steps := whole_steps(epochs, found, rows):
                 return steps, epochs
-            args.diag.error(key, f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps")
+            args.diag.error(
+                key, f"{epochs:g} epochs of {found} rows are less than one step of {rows} rows; write max_steps"
+            )
     return 1, None

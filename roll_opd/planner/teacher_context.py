@@ -13,9 +13,10 @@ PREFIX_TOPK = 20  # default of --max-logprobs in vLLM's servers
 
 
 def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
-    """Return the context of teacher `name` for responses of up to `response` tokens; None: the student's prompt.
+    """Return the context of teacher `name` for responses of up to `response` tokens.
 
-    By default, a hint may be as long as a response, within the limits of the model and of micro-batches.
+    The result is None if the teacher reads the student's prompt. By default, a hint may be as long as a response,
+    within the limits of the model and of micro-batches.
     """
     worker = role.worker
     if not (has_context(role) or role.is_aligned) or not isinstance(worker, TeacherWorker):
@@ -35,7 +36,10 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
 
 
 def prefix_topk(role: Role, top: Top) -> int:
-    """Return the size of a teacher's top-k for log-probs of single student tokens; 0 if none is needed."""
+    """Return the size of the top-k that the log-probs of single student tokens need from a teacher.
+
+    The result is 0 if no top-k is needed: for a teacher with the student's tokenizer, and for log-probs of chunks.
+    """
     if not role.is_aligned or role.info is None or top.opd_chunk_credit != "prefix":
         return 0
     return min(PREFIX_TOPK, role.info.vocab)
@@ -65,7 +69,7 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
         elif worker.prompt_length:
             role.diag.note("prompt_length", "has no effect without a system_prompt, a hint or a template")
         if worker.follows_student and role.external:
-            what = "does not get the student's weights; remove this section, or follows_student"
+            what = "does not get the student's weights; remove this section, or remove follows_student"
             role.diag.error(next(iter(worker.sources)), what)
         elif worker.follows_student:
             _check_follower(role, worker, roles, top)
@@ -89,9 +93,9 @@ def _check_aligned(role: Role, top: Top) -> None:
     if top.opd_kl_discount and top.opd_chunk_credit != "prefix":
         top.diag.error(
             "opd_kl_discount",
-            f"{top.opd_kl_discount:g} sums later tokens' reverse KL, and with {role.path}, which has other tokens than"
-            f" the student, opd_chunk_credit: {top.opd_chunk_credit} credits a chunk's reverse KL to all of its tokens;"
-            " set it to 0, or use opd_chunk_credit: prefix",
+            f"{top.opd_kl_discount:g} adds the reverse KL of later tokens to a token, but {role.path} has other tokens"
+            f" than the student, and opd_chunk_credit: {top.opd_chunk_credit} gives a chunk's reverse KL to all tokens"
+            " of the chunk; set opd_kl_discount to 0, or use opd_chunk_credit: prefix",
         )
 
 
@@ -104,12 +108,13 @@ def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -
         if worker.prompt_length + response > limit:
             role.diag.error(
                 "prompt_length",
-                f"{worker.prompt_length} and a response of {response} tokens are more than {what} ({limit}); lower it",
+                f"a prompt of {worker.prompt_length} and a response of {response} tokens are more than {what}"
+                f" ({limit}); lower prompt_length",
             )
 
 
 def _limits(role: Role) -> dict[str, int]:
-    """Return the limits on the tokens of a teacher's sequences, by the limit's name."""
+    """Return a map from the name of a limit to the maximum number of tokens in a teacher's sequence."""
     found = {}
     if role.info:
         found["the positions of its model"] = role.info.max_positions
@@ -119,26 +124,30 @@ def _limits(role: Role) -> dict[str, int]:
 
 
 def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -> None:
-    """Check that a following teacher starts as the student, and differs from it by context or by older weights."""
+    """Check a teacher whose weights follow the student's.
+
+    The teacher must start with the student's weights. After that, it must differ from the student by its context or by
+    older weights.
+    """
     assert worker.follows_student
     follow = worker.follows_student
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
         role.diag.error(
             "follows_student",
-            f"the teacher starts with the student's weights, but {role.info.path} has different weights; leave"
-            " model_args.model_name_or_path of the teacher out",
+            f"the teacher starts with the student's weights, but {role.info.path} has different weights;"
+            " remove model_args.model_name_or_path from the teacher's section",
         )
     if has_context(role):
         return
     if follow.update_interval == 1 and not follow.ema_decay:
         role.diag.error(
             "follows_student",
-            "the teacher is the student with the same context: every reverse KL is 0; give it a hint or a"
-            " system_prompt, or an ema_decay",
+            "the teacher is the student with the same context, so every reverse KL is 0; give the teacher a hint or a"
+            " system_prompt, or set ema_decay",
         )
     elif roles.mode == "pure" and not top.allow_self_teacher:
         role.diag.error(
             "follows_student",
-            "the teacher is an older state of the student with the same context, so it knows no more; give it a hint"
-            " or a system_prompt, or set allow_self_teacher: true",
+            "the teacher is an older state of the student with the same context, so it knows no more than the student;"
+            " give the teacher a hint or a system_prompt, or set allow_self_teacher: true",
         )

@@ -1,7 +1,7 @@
 """Trackers of a run and their arguments, from `track_with` and `tracker_kwargs`.
 
-For one tracker, `tracker_kwargs` has its arguments, as in ROLL. For several trackers, it maps each tracker's name to
-the arguments.
+In a run with one tracker, `tracker_kwargs` are the arguments of this tracker, as in ROLL. In a run with several
+trackers, `tracker_kwargs` maps the name of each tracker to its arguments.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step 
 
 
 def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
-    """Return the arguments of each tracker in `track_with`, in that order; report problems."""
+    """Return a map from each tracker to its arguments, in the order of `track_with`; report problems."""
     written = []
     for name in dict.fromkeys(top.track_with):
         with top.diag.catching("track_with", PathError):
@@ -42,8 +42,8 @@ def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
     elif len(taking) > 1:
         diag.error(
             "",
-            f"with several trackers it maps each to its arguments, such as {taking[0]}: {{...}};"
-            f" {', '.join(map(repr, kwargs))} could belong to any of {', '.join(taking)}",
+            f"with several trackers, this key maps the name of each tracker to its arguments, such as {taking[0]}:"
+            f" {{...}}; {', '.join(map(repr, kwargs))} could belong to any of {', '.join(taking)}",
         )
     elif taking:
         found[taking[0]] = _checked(taking[0], kwargs, diag)
@@ -68,7 +68,7 @@ def _check_name(top: Run, name: str) -> bool:
 
 
 def _checked(name: str, written: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return the arguments of a tracker, checked unless the tracker is a user's class."""
+    """Return the arguments of a tracker. Arguments of a user's class are not checked."""
     args = {argument: value for argument, value in written.items() if value is not None}
     if name in TRACKERS.builtin:
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):

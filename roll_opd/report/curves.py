@@ -59,7 +59,10 @@ def spread(items: Sequence[int], most: int) -> list[int]:
 
 
 def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: int) -> list[dict[str, float]]:
-    """Return the means of `names` over up to `most` equal ranges of rows; `step` to `to` are the steps of a range."""
+    """Return the means of `names` over up to `most` equal ranges of rows.
+
+    In a returned row, the keys `step` and `to` are the first and the last step of its range.
+    """
     groups = [rows[run.start : run.stop] for run in _ranges(range(len(rows)), min(most, len(rows)))]
     return [
         {"step": group[0]["step"], "to": group[-1]["step"]}

@@ -37,7 +37,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
     sides = [_lines(one[name], f"step {step}") for one, step in ((before, first_step), (after, last_step))]
     padded = ((left + " " * (WIDTH - _columns(left)), right) for left, right in zip_longest(*sides, fillvalue=""))
     lines = [f"{left} | {right}".rstrip() for left, right in padded]
-    return "\n".join([f"{name}, a held-out game before and after", *lines])
+    return "\n".join([f"{name}, a held-out game before and after training", *lines])
 
 
 def _name(row: Mapping[str, Any]) -> str:

@@ -170,7 +170,10 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
             "advantage_fn_args.tau: is not an argument of advantage rloo, which takes none",
         ),
         ({"policy_loss_fn_args": {"tau": 1}}, "policy_loss_fn_args: need a loss"),
-        ({"policy_loss_fn": "ppo", "policy_loss": "tis"}, "policy_loss_fn: contradicts policy_loss; keep only one"),
+        (
+            {"policy_loss_fn": "ppo", "policy_loss": "tis"},
+            "policy_loss_fn: contradicts policy_loss; keep only one of these keys",
+        ),
         ({"pg_variant": "ppo3"}, "pg_variant: 'ppo3' is unknown; use one of vanilla, ppo, tis"),
         (
             {"kl_loss_fn": "k1", "use_kl_loss": True, "reference": REFERENCE, "adv_estimator": "grpo"},

@@ -109,8 +109,8 @@ def test_keys_without_effect_are_reported(plan: Plan) -> None:
 def test_the_plan_says_what_is_corrected(plan: Plan) -> None:
     rule = {"enabled": True, "agg_type": "sequence", "ratio_low": None}
     text = to_text(plan({"train_infer_correction": {"is_weight": {"enabled": True}, "filters": [rule]}}))
-    assert "policy loss * tis weight, train / infer of each token up to 1.2" in text
-    assert "without tokens whose ratio of train and infer, per sequence, is not up to 1.2" in text
+    assert "policy loss * tis weight, the ratio train / infer of each token up to 1.2" in text
+    assert "leaves out tokens whose ratio of train and infer, per sequence, is not up to 1.2" in text
 
 
 def test_rolls_older_key_is_reported_separately(plan: Plan) -> None:
@@ -137,7 +137,7 @@ def test_adaptive_kl_coefficient(mixed: dict[str, Any], plan: Plan) -> None:
 
 def test_adaptive_kl_coefficient_that_cannot_adapt(mixed: dict[str, Any], problems: Problems, plan: Plan) -> None:
     (found,) = problems({"target_kl": 6.0, "init_kl_coef": 0}, pure=False)
-    assert "target_kl: the coefficient is multiplied from step to step, and init_kl_coef 0 stays 0" in found
+    assert "target_kl: each step multiplies the coefficient by a factor, so init_kl_coef 0 stays 0" in found
     mixed["init_kl_coef"] = 0.1
     samples = plan(pure=False).sequences_per_step
     (found,) = problems({"kl_horizon": samples // 5}, pure=False)

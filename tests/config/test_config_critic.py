@@ -67,7 +67,7 @@ def test_its_own_model_and_rolls_defaults(ppo: dict[str, Any], plan: Plan, root:
 def test_without_devices_it_takes_turns_with_the_student(ppo: dict[str, Any], plan: Plan) -> None:
     run = plan({"critic.device_mapping": ..., "critic.strategy_args": ...}, pure=False)
     assert (run.critic.devices, run.critic.layout) == ((0, 1), Layout(dp=2))
-    assert run.warnings[0].startswith("critic.device_mapping: is not written; it shares the student's")
+    assert run.warnings[0].startswith("critic.device_mapping: is not written, so this role shares the student's")
 
 
 def test_gae_needs_a_critic(ppo: dict[str, Any], problems: Problems) -> None:

@@ -33,7 +33,9 @@ def test_all_roles_have_all_devices(plan: Plan, nodes: int, per_node: int) -> No
 def test_others_take_turns_with_the_student(plan: Plan) -> None:
     run = plan({**UNWRITTEN, "student_train.device_mapping": "[2,3]"})
     assert devices(run) == [(2, 3)] * 3
-    said = [f"{role}.device_mapping: is not written; it shares the student's 2-3" for role in ROLES[1:]]
+    said = [
+        f"{role}.device_mapping: is not written, so this role shares the student's devices 2-3" for role in ROLES[1:]
+    ]
     assert all(any(warning.startswith(text) for warning in run.warnings) for text in said)
 
 

@@ -150,8 +150,8 @@ def test_sampling_that_the_rollout_overrides_is_reported(plan: Plan) -> None:
     run = plan(games({key: own, "student_infer.generating_args": {"temperature": 0.7, "max_new_tokens": 8}}))
     assert run.rollout.sampling.temperature == 0.7
     assert of(key, run.warnings) == [
-        f"{key}.temperature: 0.3 has no effect; student_infer.generating_args.temperature 0.7 overrides it, write it"
-        " there"
+        f"{key}.temperature: 0.3 has no effect; student_infer.generating_args.temperature 0.7 overrides it, so write"
+        " the value there"
     ]
     run = plan(games({key: {**own, "max_new_tokens": 8}, "student_infer.generating_args": ...}))
     assert run.rollout.sampling.temperature == 0.3 and not of(key, run.warnings)

@@ -88,7 +88,7 @@ def test_an_adapter_to_begin_with_says_what_it_is(root: Path, plan: Plan) -> Non
         ),
         ({"use_dora": True}, {}, "has use_dora=True; only plain LoRA"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "has rank_pattern={'q_proj': 2}; only plain LoRA"),
-        ({"target_modules": ["lm_head"]}, {}, "has an adapter of lm_head; only linear layers can have one"),
+        ({"target_modules": ["lm_head"]}, {}, "has an adapter of lm_head; only linear layers can have adapters"),
         ({"r": None}, {}, "lacks r, lora_alpha or target_modules"),
     ],
 )

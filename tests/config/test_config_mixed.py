@@ -93,7 +93,7 @@ def test_pure_distillation_switches_all_of_it_off(plan: Plan) -> None:
     )
     ignored, whitening = run.warnings
     assert ignored == "these keys are accepted but have no effect here: kl_loss_coef, norm_mean_type, reward_clip"
-    assert whitening.startswith("whiten_advantages: true has no effect in pure distillation; ROLL whitens")
+    assert whitening.startswith("whiten_advantages: true has no effect in pure distillation; ROLL also whitens")
 
 
 def test_reference_and_teacher_coexist_on_their_own_layouts(mixed: dict[str, Any], plan: Plan, root: Path) -> None:

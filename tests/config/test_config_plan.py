@@ -224,7 +224,10 @@ def test_routes_are_returned_and_replayed(plan: Plan, root: Any) -> None:
     ("changes", "said"),
     [
         (REPLAY, "student has no experts, so there is no routing"),
-        ({"student_train.router_replay.mode": "R3"}, "is R3, student_infer.router_replay.mode disable: one records"),
+        (
+            {"student_train.router_replay.mode": "R3"},
+            "is R3, student_infer.router_replay.mode disable: one role replays",
+        ),
         ({"teacher.router_replay.mode": "R3"}, "only a student that samples has recorded routes"),
         ({"student_train.router_replay.mode": "R2"}, "student_train.router_replay.mode"),
         (REPLAY | {"workflow": "single_turn"}, "the routing in workflows and environments is not recorded yet"),

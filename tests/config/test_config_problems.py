@@ -89,7 +89,10 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"track_with": ["wandb", "mlflow"], "tracker_kwargs": {"tags": ["x"]}},
-        ["tracker_kwargs: with several trackers it maps each to its arguments", "wandb, mlflow"],
+        [
+            "tracker_kwargs: with several trackers, this key maps the name of each tracker to its arguments",
+            "wandb, mlflow",
+        ],
     ),
     (
         {"track_with": ["wandb", "mlflow"], "tracker_kwargs": {"mlflow": {"tracking_url": "x"}}},
@@ -501,7 +504,7 @@ def test_planning_writes_nothing(plan: Callable[..., Any], root: Path) -> None:
             {"logging_dir": "x", "student_train.worker_cls": "roll.pipeline.rlvr.actor_worker.ActorWorker"},
             ["no effect", "logging_dir", "of roles: worker_cls"],
         ),
-        ({"student_infer.generating_args.top_p": 0.9}, ["top_p 0.9", "truncated distribution"]),
+        ({"student_infer.generating_args.top_p": 0.9}, ["top_p 0.9", "the distribution after this change"]),
         ({"student_infer.generating_args.max_new_tokens": 49}, ["49 and the response length 48 differ", "the smaller"]),
         ({"adv_estimator": "grpo", "gamma": 1}, ["pure distillation fixes", "adv_estimator grpo, gamma 1"]),
         ({"student_infer.strategy_args": {"strategy_name": "sglang"}}, ["'sglang' does not exist", "'vllm'"]),

@@ -95,7 +95,7 @@ def test_what_validation_says_in_environments(root: Path) -> None:
     assert run.validation.evaluate_teacher and not _changed(root).validation.evaluate_teacher
     assert "validation.generating_args: has no effect in environments: val_env_manager sets it" in run.warnings
     run = _changed(root, "+validation={evaluate_teacher: true}", "val_env_manager=null")
-    assert "validation.evaluate_teacher: has nothing to play; write val_env_manager.tags" in run.warnings
+    assert "validation.evaluate_teacher: has no effect without games; write val_env_manager.tags" in run.warnings
 
 
 def test_rolls_step_wise_agentic_configuration_is_planned(root: Path) -> None:
@@ -148,7 +148,9 @@ def test_what_a_trajectory_is_compared_with(root: Path, grouping: str, groups: s
 def test_steps_need_a_manager_that_makes_them(root: Path) -> None:
     whole = "custom_env.FrozenLake.env_manager_cls=roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager"
     for name in ("gigpo", "step_reinforce"):
-        with pytest.raises(ConfigError, match=f"adv_estimator: {name} reads the reward of each action, and FrozenLake"):
+        with pytest.raises(
+            ConfigError, match=f"adv_estimator: {name} reads the reward of each action, but a sample of FrozenLake"
+        ):
             _changed(root, whole, f"adv_estimator={name}")
     reported = "custom_env.FrozenLake.agent_template='{observation}'"
     assert (

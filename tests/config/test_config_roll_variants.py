@@ -125,8 +125,8 @@ def test_variables_of_a_file_are_dropped_with_a_word(plan: Plan) -> None:
     [
         ("rollout_batchsize", 8, "rollout_batchsize: unknown key; did you mean 'rollout_batch_size'?"),
         ("critc", {}, "critc: unknown key; did you mean 'critic'?"),
-        ("learning_rate", 1e-5, "learning_rate: unknown key at the top; it is one of training_args of a role"),
-        ("device_mapping", "[0]", "device_mapping: unknown key at the top; it is one of a role"),
+        ("learning_rate", 1e-5, "learning_rate: unknown key at the top; it is a key of training_args of a role"),
+        ("device_mapping", "[0]", "device_mapping: unknown key at the top; it is a key of a role"),
         ("policy", {"model_args": {}, "device_mapping": "[0]"}, "policy: unknown role"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_lagged_teacher_without_a_hint_is_a_part_of_mixed_mode(plan: Plan, roo
         ({"teacher.follows_student.update_interval": 0}, "teacher.follows_student.update_interval"),
         ({**HINT, "teacher.follows_student.update_interval": 2}, "the teacher starts with the student's weights"),
         ({"student_train.hint": "x"}, "student_train.hint"),
-        ({"hint": "x"}, "it is one of a teacher"),
+        ({"hint": "x"}, "it is a key of a teacher"),
     ],
 )
 def test_teachers_that_cannot_follow_are_refused(problems: Problems, changes: dict, reason: str) -> None:
@@ -109,7 +109,7 @@ def test_teachers_that_cannot_follow_are_refused(problems: Problems, changes: di
 )
 def test_a_follower_that_knows_nothing_more(problems: Problems, root: Path, keys: dict, reason: str) -> None:
     (problem,) = problems(follows(root, **keys))
-    assert reason in problem and "give it a hint" in problem
+    assert reason in problem and "give the teacher a hint" in problem
 
 
 def test_a_workflow_makes_prompts_of_its_own(plan: Plan) -> None:

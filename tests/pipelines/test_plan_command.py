@@ -94,7 +94,7 @@ def test_costs_that_mean_nothing_are_refused(tmp_path: Path, capsys: pytest.Capt
     ahead = {"step": 1, "time/step": 1.0, "rollout/async/age_mean": 1.0}
     (tmp_path / "metrics.jsonl").write_text(2 * (json.dumps(ahead) + "\n"))
     for words, message in (
-        (["--costs", "generate=4"], "teacher, train, weight_sync missing"),
+        (["--costs", "generate=4"], "teacher, train, weight_sync are missing"),
         (["--costs", "speed=4"], "'speed=4' is not a cost"),
         (["--costs", f"{COSTS},fixed=2"], "'fixed=2' is not a cost"),
         (["--devices", "8"], "needs costs"),

@@ -29,7 +29,7 @@ def test_the_first_game_that_went_better_is_shown_twice() -> None:
     ]
     lines = [[side.strip() for side in line.split("|")] for line in before_and_after(rows).split("\n")]
     assert lines == [
-        ["Lake/2, a held-out game before and after"],
+        ["Lake/2, a held-out game before and after training"],
         ["step 0, reward 0", "step 10, reward 1"],
         ["P_G", "P_G"],
         ["> Left", "> Right"],
