@@ -55,7 +55,7 @@ def test_critic_is_a_role_of_its_own(ppo: dict[str, Any], plan: Plan, root: Path
     shown = to_json(run)
     assert shown["roles"]["critic"]["strategy"] == "megatron_train"
     assert shown["batch"]["updates_per_step"] == 1
-    assert "critic_warmup 4: number of first steps that train only the critic" in to_text(run)
+    assert "critic_warmup 4: number of steps at the start of a run that train only the critic" in to_text(run)
 
 
 def test_its_own_model_and_rolls_defaults(ppo: dict[str, Any], plan: Plan, root: Path) -> None:
