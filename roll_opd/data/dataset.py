@@ -44,7 +44,7 @@ DEFAULT_STREAM = StreamPlan("all", 1.0)  # name of the only stream, if no stream
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenised row. Draws of a row in different epochs are equal."""
+    """A tokenised row. The prompts that are drawn from one row in different epochs are equal."""
 
     id: str
     index: int  # position among the prompts of the data set
@@ -136,9 +136,9 @@ class PromptSet:
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
     def by_tag(self) -> dict[str, TagRows]:
-        """Return a map, for drawn prompts: tag -> `TagRows` (prompts without a ground truth, domains that rows name).
+        """Return a map from each tag that is drawn to its `TagRows`, ordered by the first prompt of each tag.
 
-        Tags are ordered by their first prompt.
+        A `TagRows` has the prompts without a ground truth, and the domains that rows name.
         """
         found = {}
         for code, tag in enumerate(self._index.tag_names):
@@ -150,7 +150,10 @@ class PromptSet:
         return found
 
     def fingerprint(self) -> list[dict[str, str | int]]:
-        """Return each file's name, prompt count and digest (of explicit ids, tags, ground truths, tokens)."""
+        """Return the name, number of prompts and digest of each file.
+
+        A digest covers the ids that the rows give, the tags, the ground truths and the tokens.
+        """
         counts = np.diff(self._index.starts).tolist()
         return [
             {"name": Path(file).name, "prompts": count, "digest": digest}
@@ -227,7 +230,7 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
 
 
 def short_names(files: Sequence[str]) -> list[str]:
-    """Return the shortest unique path suffix of each of `files`; full paths if a file occurs twice."""
+    """Return the shortest unique path suffix of each file in `files`, or full paths if a file occurs twice."""
     parts = [Path(file).parts for file in files]
     for count in range(1, max(map(len, parts), default=1)):
         names = ["/".join(part[-count:]) for part in parts]
@@ -297,12 +300,12 @@ _LEFT_OUT = {
     TEXT_WITH_CALLS: "the chat template renders only the tool calls of such a turn",
     "functions": "write a list of objects with a name, as in OpenAI's API",
     **dict.fromkeys(MARKS, "the weight of a row or a turn may be 0 or 1, or true or false"),
-    **dict.fromkeys(SPANS, "a turn is learned as a whole; exclude a turn with `weight: 0`"),
+    **dict.fromkeys(SPANS, "parts of a turn cannot be excluded; exclude a whole turn with `weight: 0`"),
 }
 
 
 def columns_needed(plan: DataPlan) -> frozenset[str] | None:
-    """Return the columns that `plan` reads for tokens, ids, tags and ground truths; None for all columns.
+    """Return the columns that `plan` needs for tokens, ids, tags and ground truths, or None if it needs all columns.
 
     Other columns do not change the prompt. A workflow may read any column of its task, so a workflow needs all columns.
     """

@@ -1,8 +1,9 @@
-"""Row files on disk (JSONL, JSON array, Parquet): find them by name, scan all rows, read single rows by position.
+"""Row files on disk (JSONL, JSON array, Parquet): find files by name, scan all rows, read single rows by position.
 
-For error messages, a row has a `line`: its line number or, in Parquet and arrays, its row number, counted from 1. For
-seeking, it has a `position`: the offset of its first byte in a text file, the row number in Parquet. `first_tags` and
-`count_rows` read a data set quickly, before the pass over all rows.
+Each row has a `line` for error messages: the line number in a JSONL file, or the row number in a Parquet file or an
+array. Both are counted from 1. Each row also has a `position` for seeking: the offset of its first byte in a text file,
+or its row number in a Parquet file. `first_tags` and `count_rows` read a data set quickly, before the pass over all
+rows.
 """
 
 import glob
@@ -53,7 +54,8 @@ class RowFile(Protocol):
 def find_files(name: str, dataset_dir: str | None) -> list[Path]:
     """Return the files for an entry of `file_name` (a file, a directory or a pattern).
 
-    The entry is looked up as written, then below `dataset_dir`. Raises `DataError` if there is no readable file.
+    An entry is first looked up unchanged, and then below `dataset_dir`. Raises `DataError` if there is no
+    readable file.
     """
     try:
         return _found(name, dataset_dir)
@@ -98,7 +100,8 @@ def _matching(pattern: str) -> list[Path]:
 def open_file(name: str, columns: Collection[str] | None = None) -> RowFile:
     """Open a row file as Parquet, as one JSON array or else as JSONL.
 
-    A pass over a Parquet file reads only `columns`; None: all. Raises `DataError` for other file types.
+    A pass over a Parquet file reads only `columns`, or all columns if `columns` is None. Raises `DataError` for other
+    file types.
     """
     path = Path(name)
     if message := refusal(path):
@@ -258,7 +261,10 @@ def _version(name: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)  # cached, as several checks of the planner read the same file
 def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) -> tuple[frozenset[str], bool]:
-    """Return the tags of a file's first `share` rows, and whether the file has no other rows; cached per version."""
+    """Return the tags of a file's first `share` rows, and whether the file has no other rows.
+
+    The result is cached for each version of the file.
+    """
     tags: set[str] = set()
     try:
         rows = open_file(name).column(column)

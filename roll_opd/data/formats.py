@@ -1,7 +1,7 @@
 """Detect the format of a row file from its first bytes, since file names are unreliable, and read JSON arrays.
 
-An array is decoded element by element, so it need not fit in memory. The `line` of a row is its number in the array,
-counted from 1; its `position` is the offset of its first byte.
+An array is decoded element by element, so an array may be larger than the memory. The `line` of a row is its number in
+the array, counted from 1. The `position` of a row is the offset of its first byte.
 """
 
 import codecs
@@ -57,7 +57,7 @@ def is_array(path: Path) -> bool:
 
 
 def refusal(path: Path) -> str | None:
-    """Return an error about an unsupported file format, with a remedy; None for other files."""
+    """Return an error message with a remedy if the format of the file is not supported, else None."""
     if not path.is_file() or is_parquet(path):
         return None
     read = "rows are read from JSONL (one object per line), a JSON array or Parquet"
@@ -105,7 +105,7 @@ SPACE = " \t\r\n\ufeff"
 
 
 class JsonArrayFile:
-    """`RowFile` over the elements of one JSON array."""
+    """`RowFile` whose rows are the elements of one JSON array."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -157,7 +157,7 @@ class JsonArrayFile:
 
 
 class _Window:
-    """The decoded part of a file; `position` is the offset of the next byte."""
+    """The decoded part of a file. `position` is the byte offset in the file of the next character."""
 
     def __init__(self, file: BinaryIO, position: int) -> None:
         file.seek(position)
@@ -167,7 +167,7 @@ class _Window:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def skip(self) -> str:
-        """Skip white space; return the next character, "" at the end of the file."""
+        """Skip white space, and return the next character, or "" at the end of the file."""
         while True:
             rest = self._next
             while rest < len(self._text) and self._text[rest] in SPACE:

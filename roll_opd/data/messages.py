@@ -33,7 +33,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message t
 
 
 class MessageError(ValueError):
-    """A message cannot be parsed: `field` is the place, `what` the reason and a remedy."""
+    """A message cannot be parsed. `field` is the place of the error, and `what` is the reason with a remedy."""
 
     def __init__(self, field: str, what: str) -> None:
         super().__init__(f"{field}: {what}")
@@ -138,8 +138,8 @@ def _part(part: Any, where: str) -> str:
         if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
             return part["text"]
         if kind not in _TEXT_PARTS:
-            raise MessageError(where, f"is a part of type {kind!r}; parts other than text are not supported, remove it")
-    raise MessageError(where, "is not a text part; write {'type': 'text', 'text': ...}, other parts are not supported")
+            raise MessageError(where, f"is a part of type {kind!r}; only text parts are supported; remove this part")
+    raise MessageError(where, "is not a text part; write {'type': 'text', 'text': ...} (other parts are not supported)")
 
 
 def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """Decode the compressed top-k of DistillKit's parquet files.
 
-A position has k token ids, packed in ceil(log2 d) bits each, and k descending log-probs. The first `exact_k` log-probs
-are floats. The others are a polynomial of their rank plus quantised residuals in bins. Optionally, each value is the
-difference from the log-prob before it. These parameters are in `compression_config.yaml` next to the files. Source:
-github.com/arcee-ai/DistillKit, `distillkit/compression`.
+Each position has k token ids and k descending log-probs. A token id is packed in ceil(log2 d) bits, where d is the size
+of the vocabulary. The first `exact_k` log-probs are stored as floats. Each of the other log-probs is the sum of a
+polynomial of its rank and a quantised residual; the residuals are stored in bins. With delta encoding, each value is
+the difference from the previous log-prob. These parameters are in the file `compression_config.yaml` next to the files.
+Source: github.com/arcee-ai/DistillKit, `distillkit/compression`.
 
 Legend: R positions, B bytes of a position, K tokens of the top-k.
 """
@@ -22,7 +23,7 @@ FUNCTIONS = {"sqrt": np.sqrt, "exp": np.exp}  # terms of the polynomial that are
 
 
 class PackedError(Exception):
-    """A configuration or a row is not in the format."""
+    """A configuration or a row is not in DistillKit's format."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class Bin:
 
     @property
     def size(self) -> int:
-        """Number of bytes of the bin, without its scale."""
+        """Number of bytes of the bin's residuals; the scale is not counted."""
         return math.ceil(self.num_elements * self.element_bits / 8)
 
 
 @dataclass(frozen=True)
 class LogprobPacking:
-    """The parameters in a `compression_config.yaml`, with the names used there."""
+    """The parameters in a `compression_config.yaml`, with the same names as in that file."""
 
     d: int
     k: int
@@ -70,7 +71,7 @@ class LogprobPacking:
 
 
 def read_packing(path: Path) -> LogprobPacking:
-    """Read a `compression_config.yaml`. Raises PackedError for an unreadable file or other content."""
+    """Read a `compression_config.yaml`. Raises PackedError if the file is unreadable or has other content."""
     import yaml
 
     try:
@@ -128,7 +129,7 @@ def _polynomial(packing: LogprobPacking, count: int) -> np.ndarray:
 
 
 def _floats(packed_RB: np.ndarray, dtype: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` little-endian floats of each position, f64 [R, count], and the bytes after them."""
+    """Return `count` little-endian floats of each position, f64 [R, count], and the bytes after these floats."""
     size = count * _width(dtype)
     first = np.ascontiguousarray(packed_RB[:, :size])
     shape = (len(packed_RB), count)

@@ -5,7 +5,8 @@ number. The choice of the next stream depends on the number of prompts taken fro
 complete state.
 
 A task is a tag (the game) and a seed (the game's initial state). Tags take turns, in rounds with a fixed number of
-tasks per tag, and every task has a different seed. So the number of tasks taken is the complete state.
+tasks per tag, and every task has a different seed. The number of a task determines its tag and seed, so the number of
+tasks taken is the complete state.
 """
 
 import json
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 def next_stream(weights: np.ndarray, taken: np.ndarray) -> int:
     """Return the number of the stream that is furthest below its weight.
 
-    `weights` f64 [S] sum to 1; `taken` int64 [S] counts the prompts taken from each stream. If counts start at zero,
-    any n consecutive draws have `weights * n` prompts of each stream, to within two prompts.
+    `weights` f64 [S] sum to 1; `taken` int64 [S] counts the prompts taken from each stream. If all counts are zero at
+    the start, any n consecutive draws contain `weights * n` prompts of each stream, to within two prompts.
     """
     return int(np.argmax(weights * (taken.sum() + 1) - taken))
 
@@ -118,7 +119,7 @@ class PromptSource:
 
     @property
     def epochs(self) -> float:
-        """Number of passes over the prompts so far; for several streams, the mean weighted by size."""
+        """Number of passes over the prompts so far: the draws divided by the number of prompts in all streams."""
         return self.position / self._size
 
     def take(self, n: int) -> list[Prompt]:
@@ -197,7 +198,7 @@ class MixedSource(PromptSource):
         return {**super().state_dict(), "demonstrations": self.demonstrations.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore both positions from `state`; raises `DataError` as `PromptSource` does."""
+        """Restore both positions from `state`; raises `DataError` in the same cases as `PromptSource`."""
         super().load_state_dict(state)
         try:
             self.demonstrations.load_state_dict(state["demonstrations"])
@@ -206,7 +207,7 @@ class MixedSource(PromptSource):
 
 
 def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
-    """Return the first difference as text, "" if the files are equal; file names are not compared."""
+    """Return the first difference as text, or "" if the files are equal. File names are not compared."""
     if len(saved) != len(own):
         return f"{len(saved)} files when it was saved, {len(own)} now"
     for then, now in zip(saved, own, strict=True):
@@ -240,7 +241,7 @@ class EnvironmentSource:
 
         Args:
             shares: tag -> number of tasks per round; tags are played in this order.
-            rules: result of `rules_of`; a state that was saved with other rules is refused. None: no check.
+            rules: result of `rules_of`. A state that was saved with other rules is refused. None: no check of rules.
         """
         self.passed: frozenset[int] = frozenset()  # draws after the position; a resumed run skips them
         self._shares, self._seed = dict(shares), seed

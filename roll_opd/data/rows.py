@@ -47,7 +47,7 @@ class DataError(ValueError):
 
 
 class BadRow(Exception):
-    """A row cannot be used: `kind` is one of the constants above, `detail` the reason."""
+    """A row cannot be used. `kind` is one of the constants above, and `detail` is the reason."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -76,10 +76,11 @@ def parse_row(
 ) -> Row:
     """Parse a decoded value into a row; raises `BadRow`.
 
-    `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`: a
-    list of `{"role", "content"}` or its JSON string. Without `messages`, it is in `prompt` (plain text or such a list),
-    else in `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless `has_answers` is
-    set. A missing tag becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
+    `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`,
+    as a list of `{"role", "content"}` or the JSON string of such a list. Without `messages`, the conversation is in
+    `prompt`, as plain text or as such a list. Without both, the conversation is in `conversations`, in ShareGPT's form.
+    The assistant turns at the end are removed, because they are the answer, unless `has_answers` is set. A missing tag
+    becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
     """
     value = rename_columns(value, columns)
     messages, prompt = _parse_prompt(value, columns)
@@ -106,8 +107,8 @@ def parse_row(
 def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
     """Parse a decoded value into a row for a workflow, with all columns unchanged in `extra`; raises `BadRow`.
 
-    `columns` maps tag, id and ground_truth to their column names in the value. The prompt is the row as JSON text,
-    which is only hashed to detect changes; no model reads it.
+    `columns` maps tag, id and ground_truth to their column names in the value. The JSON text of the row becomes the
+    prompt. This text is only hashed to detect changes; no model reads it.
     """
     raw, own = rename_columns(value, _NO_RENAMES), rename_columns(value, columns)
     truth = own.get("ground_truth")
@@ -135,7 +136,7 @@ def rename_columns(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_null(value: Any) -> bool:
-    """Whether a value is None or a null of another library: NaN, or pandas' NaT or NA."""
+    """Whether a value is None, NaN, or pandas' NaT or NA."""
     if value is None or type(value).__name__ in _MISSING:
         return True
     if isinstance(value, Decimal):
@@ -160,7 +161,10 @@ def tag_of(value: Any) -> str:
 
 
 def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
-    """Return the `BadRow` for a row without any of the columns `names`; its text has their names in the file."""
+    """Return the `BadRow` for a row without any of the columns `names`.
+
+    The error has the names of these columns in the file.
+    """
     looked_for = filter(None, (columns.get(name, name) for name in names))
     return BadRow(NO_PROMPT, f"none of the columns {', '.join(looked_for)}; name the column in data_args")
 
@@ -183,13 +187,16 @@ def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tu
 
 
 def first_present(value: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return the first of `names` that has a value, else the first that exists, else None."""
+    """Return the first of `names` that has a value in the row.
+
+    If none of the names has a value, return the first name that exists in the row, or None if no name exists.
+    """
     present = [name for name in names if name in value]
     return next((name for name in present if not is_missing(value[name])), present[0] if present else None)
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str, ...]]:
-    """Return the tools of a row, and the name of a tools column in an unsupported form; raises `BadRow`."""
+    """Return the tools of a row, and the name of the tools column if its form is not supported; raises `BadRow`."""
     for name in ("tools", "functions"):
         written = value.get(name)
         if not written or is_missing(written):
@@ -245,7 +252,7 @@ def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
     """Parse a conversation (a list or its JSON string) in OpenAI's or ShareGPT's form; raises `BadRow`.
 
-    A tuple has been parsed before and is returned unchanged.
+    A tuple is the result of an earlier call and is returned unchanged.
     """
     if isinstance(messages, tuple) and messages:
         return messages
@@ -313,7 +320,10 @@ def encodable(text: str, name: str) -> str:
 
 
 def _text(value: dict[str, Any], key: str) -> str | None:
-    """Return a text field, None if it is missing; a number, as is common for ids and answers, becomes a text."""
+    """Return a text field, or None if the field is missing.
+
+    A number becomes a text, because many files have numbers as ids and answers.
+    """
     item = value.get(key)
     if is_missing(item):
         return None

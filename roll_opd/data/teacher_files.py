@@ -41,7 +41,7 @@ class _Place:
 
 
 class TeacherFile:
-    """A parquet file of scored answers. Raises DataError if it cannot be read or is in another format."""
+    """A parquet file of scored answers. Raises DataError if the file cannot be read or has another format."""
 
     def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", packing: str | None = None) -> None:
         self.path = path

@@ -46,7 +46,8 @@ def recognised(
 ) -> FileFormat:
     """Return the format of a file, recognised by its columns. Raises DataError for an unknown format.
 
-    `packing` is the path of DistillKit's compression configuration; None: next to the file.
+    `packing` is the path of DistillKit's compression configuration. If it is None, the configuration is next to the
+    file.
     """
     names = set(schema.names)
     if (version := (schema.metadata or {}).get(VERSION_KEY, VERSION.encode()).decode()) != VERSION:
@@ -85,7 +86,7 @@ def _fields(schema: "pa.Schema", name: str) -> set[str]:
 
 
 def packing_of(path: Path, packing: str | None) -> LogprobPacking:
-    """Return the compression of a DistillKit file. Raises DataError if its configuration is missing."""
+    """Return the compression of a DistillKit file. Raises DataError if the compression configuration is missing."""
     file = Path(packing) if packing else path.parent / PACKING_FILE
     try:
         return read_packing(file)
@@ -137,7 +138,10 @@ def _lightning_rows(table: "pa.Table", tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether tokens decode to `text` or are its encoding; a truncated answer may meet only the first condition."""
+    """Whether the response tokens decode to `text` or equal the encoding of `text`.
+
+    The tokens of a truncated answer may decode to `text` without being equal to its encoding.
+    """
     tokens = row.response_ids.tolist()
     if any(not 0 <= token < len(tokenizer) for token in tokens):
         return False
@@ -147,8 +151,8 @@ def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBa
 def _packed_rows(table: "pa.Table", packing: LogprobPacking) -> Iterator[TeacherScores | BadRow]:
     """Decode rows of DistillKit.
 
-    The position of token i has the distribution of token i + 1. All tokens except the first are the response, as the
-    format does not mark the prompt.
+    The log-probs at the position of token i predict token i + 1. All tokens except the first one are the response,
+    because the format does not mark the end of the prompt.
     """
     columns = (lists(table[name]) for name in ("input_ids", "compressed_logprobs", "bytepacked_indices"))
     for tokens, logprobs, indices in zip(*columns, strict=True):
@@ -207,9 +211,10 @@ def _struct(column: Any) -> dict[str, Any]:
 
 
 def lists(column: Any) -> list[np.ndarray | None]:
-    """Return each row's value of a list column: [R], or [R, K] for lists of lists; None for a missing value.
+    """Return each row's value of a list column, or None for a missing value.
 
-    If the inner lists of a row differ in length, its value is an array of objects.
+    A value has the shape [R], or [R, K] for a list of lists. If the inner lists of a row differ in length, the row's
+    value is an array of objects.
     """
     import pyarrow as pa
 
@@ -234,7 +239,7 @@ def lists(column: Any) -> list[np.ndarray | None]:
 
 
 def _rectangle(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the inner lists between `places` as [R, K]; an array of objects if their lengths differ."""
+    """Return the inner lists with the offsets `places` as one array [R, K], or objects if their lengths differ."""
     widths = np.diff(places)
     if not len(widths):
         return np.zeros((0, 1), flat.dtype)

@@ -1,6 +1,6 @@
 """Prompts of teachers that get a hint from the row, or a different system message or template from the student's.
 
-The student's response tokens follow such a prompt unchanged.
+The student's response tokens follow the teacher's prompt unchanged.
 """
 
 import json
@@ -37,8 +37,8 @@ class TeacherPrompts:
     def texts(self, row: Row, template: str) -> dict[str, PromptText]:
         """Return a map: teacher that accepts the tag of `row` -> text of the teacher's prompt.
 
-        `template` is used for teachers without a template. Raises `BadRow` if the row lacks a value for a hint, and
-        `DataError` if a template refuses the row.
+        `template` is used for teachers whose context has no template. Raises `BadRow` if the row lacks a value for a
+        hint, and `DataError` if a template refuses the row.
         """
         found = {}
         for name, (context, tokenizer) in self._contexts.items():
@@ -66,7 +66,10 @@ class TeacherPrompts:
 
 
 def read_row(context: ContextPlan, row: Row) -> Row:
-    """Return `row` with a teacher's hint and system message. Raises `BadRow` if the row has no place for them."""
+    """Return `row` with a teacher's hint and system message.
+
+    Raises `BadRow` if the row has no place for the hint or the system message.
+    """
     hint, system = context.hint, context.system_prompt
     if row.prompt is not None:
         if system is not None:
@@ -92,7 +95,7 @@ def read_row(context: ContextPlan, row: Row) -> Row:
 
 
 def names_in(text: str) -> set[str]:
-    """Return the placeholder names in braces of a text."""
+    """Return the names of the placeholders, which are in braces, in a text."""
     return {name for name in _PART.findall(text) if name}
 
 

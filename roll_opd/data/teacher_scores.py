@@ -101,7 +101,7 @@ def _wrong_origin(scores: TeacherScores, expected: Expected) -> Iterator[str]:
 def _wrong_lengths(scores: TeacherScores, expected: Expected) -> Iterator[str]:
     tokens = len(scores.response_ids)
     if not len(scores.prompt_ids) or not tokens:
-        yield f"it has {len(scores.prompt_ids)} prompt and {tokens} response tokens; both need at least one"
+        yield f"it has {len(scores.prompt_ids)} prompt and {tokens} response tokens; it needs at least one of each"
     arrays = (scores.logprobs, scores.topk_ids, scores.topk_logprobs, scores.topk_rest, scores.mask)
     names = ("teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs", "teacher_topk_rest", "loss_mask")
     for name, values in zip(names, arrays, strict=True):
@@ -179,7 +179,7 @@ def _is_renormalised(mass: np.ndarray, last: np.ndarray, error: float) -> bool:
     """Whether Σp is 1 even where a softmax must give some probability to the tokens outside the top-k.
 
     If the least likely token of the top-k has probability p, the many other tokens of a vocabulary have at least p /
-    `SHARE_OF_LAST` in total. Positions where this is below the precision do not count.
+    `SHARE_OF_LAST` in total. Positions where this lower bound is below the precision are ignored.
     """
     decides = last / SHARE_OF_LAST > error
     return int(decides.sum()) >= FEWEST_POSITIONS and bool((np.abs(1 - mass) <= error * 2)[decides].all())

@@ -33,7 +33,7 @@ class TeacherWriter:
     Args:
         output: the parquet file.
         facts: columns that have the same value in all rows: teacher, tokenizer, temperature.
-        topk: K; None: only log-probs of the response tokens.
+        topk: number of tokens in the top-k (K). None: write only the log-probs of the response tokens.
         vocab_size: number of token ids over which the log-probs are normalised.
         settings: settings that determine the scores; parts written with other settings are discarded.
     """

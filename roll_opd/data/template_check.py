@@ -1,9 +1,10 @@
 """Detect messages, tools, tool calls and thoughts that a chat template drops without an error.
 
-Two checks complement each other. A probe, made once for each shape of conversation, replaces every text, tool and call
-with a marker and searches the rendered text for the markers. So a short text that also occurs elsewhere does not count
-as rendered. A search for the texts themselves finds omissions that depend on the text, such as thoughts that a template
-removes. Templates may trim, escape and reorder texts.
+There are two checks. The first check is a probe, which is made once for each shape of conversation. The probe replaces
+every text, tool and call with a marker, and searches the rendered text for the markers. With markers, a short text that
+also occurs elsewhere is not mistaken for a rendered part. The second check searches for the texts themselves. It finds
+omissions that depend on the text, such as thoughts that a template removes. Templates may trim, escape and reorder
+texts.
 """
 
 import json
@@ -42,9 +43,10 @@ _SHAPES: dict[tuple, _Shape] = {}
 
 
 def render_complete(write: Write, source: str, variant: str, messages: Messages, tools: list[dict[str, Any]]) -> str:
-    """Return a conversation rendered by the template `source`; raises `TemplateOmission` if a part of it is missing.
+    """Return a conversation rendered by the template `source`; raises `TemplateOmission` if the text lacks a part.
 
-    `variant` completes the cache key of `write`. Errors that the template raises are not caught.
+    The results of probes are cached. `source` and `variant` identify `write` in the cache. Errors that the template
+    raises are not caught.
     """
     shape = _shape(write, (source, variant), messages, tools)
     text = write(_in_form(messages, shape.form), tools)
@@ -64,7 +66,7 @@ def render_complete(write: Write, source: str, variant: str, messages: Messages,
 def omission(tokenizer: Any, messages: Messages) -> str | None:
     """Return the text of `TemplateOmission` for the tokenizer's template; None if no part is dropped.
 
-    Also returns None if the template raises an error, which is reported when the conversation is rendered.
+    Also returns None if the template raises an error, because this error is reported when the conversation is rendered.
     """
 
     def write(messages: Messages, tools: list[dict[str, Any]]) -> str:
@@ -84,8 +86,8 @@ def omission_of_shape(
 ) -> str | None:
     """Return the text of `TemplateOmission` for a client's conversation; None if no part is dropped.
 
-    Each shape of conversation is probed once; texts are not searched. Also returns None for contents other than text,
-    and if the template raises an error.
+    Each shape of conversation is probed once. The rendered text is not searched for the texts of the conversation. Also
+    returns None if a content is not text, or if the template raises an error.
     """
     contents = [message.get("content") for message in messages]
     if not all(isinstance(content, str | None) for content in contents):
@@ -197,7 +199,10 @@ def _probed(write: Write, messages: Messages, tools: list[dict[str, Any]]) -> _S
 
 
 def _marked(messages: Messages, tools: list[dict[str, Any]]) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
-    """Return a conversation with markers instead of texts, tools and calls, and the part that each marker replaces."""
+    """Return a conversation and tools with markers, and a map from each marker to the part that it replaces.
+
+    The markers replace texts, tools and calls.
+    """
     marks: dict[str, str] = {}
 
     def mark(what: str) -> str:

@@ -74,7 +74,10 @@ def writes_date(tokenizer: Any) -> bool:
 
 
 def with_date(tokenizer: Any, moment: datetime | None = None) -> Any:
-    """Return `tokenizer` with `moment` as the date of its chat template; default: the run's date, else now."""
+    """Return `tokenizer` with `moment` as the date of its chat template.
+
+    Without `moment`, the date is the run's date if it is set, else the current date.
+    """
     if writes_date(tokenizer):
         moment = moment or (datetime.fromisoformat(os.environ[VARIABLE]) if VARIABLE in os.environ else datetime.now())
         tokenizer.apply_chat_template = partial(
@@ -106,8 +109,9 @@ BASE = (
 class PromptText:
     """Text to tokenise.
 
-    If it `begins` a sequence, a beginning-of-sequence token is added; see `token_ids`. Raises `DataError` for text that
-    is not valid UTF-8, since parts of a row that only a template reads have not been checked before.
+    If `begins` is set, the text begins a sequence, and a beginning-of-sequence token is added; see `token_ids`. Raises
+    `DataError` for text that is not valid UTF-8, since parts of a row that only a template reads have not been checked
+    before.
     """
 
     text: str
@@ -142,7 +146,7 @@ class Template:
 
     @property
     def is_of_tokenizer(self) -> bool:
-        """Whether it renders with the chat template of the tokenizer."""
+        """Whether this template renders with the chat template of the tokenizer."""
         return self.whole is not None and self.source is None
 
 
@@ -187,10 +191,11 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
 def render_answer(
     tokenizer: "PreTrainedTokenizerBase", row: Row, answer: Mapping[str, Any], prompt: PromptText, template: str
 ) -> PromptText:
-    """Return the text of `answer` that follows `prompt` (from `render_prompt`), up to the end-of-sequence token.
+    """Return the rendered text of `answer`, which follows `prompt`, up to the end-of-sequence token.
 
-    The answer is tokenised separately, like sampled responses, so that the prompt's tokens are a prefix of the
-    conversation's. Raises `DataError` if the prompt is not a prefix of the rendered conversation.
+    `prompt` is the result of `render_prompt`. The answer is tokenised separately, like sampled responses, so that the
+    prompt's tokens are a prefix of the conversation's tokens. Raises `DataError` if the prompt is not a prefix of the
+    rendered conversation.
     """
     end = tokenizer.eos_token or ""
     whole = TEMPLATES[template].whole

@@ -2,11 +2,13 @@
 
 Optional keys of `info`:
 
-- of `reset`: `env_instruction`, a text before the first observation;
-- of `reset` and `step`: `suffix`, a text for the next prompt;
-- of `step`: `metrics`, name -> number or bool; `metrics_agg_mode`, name -> aggregation over the turns of an episode
-  ("mean", "sum", "last", "max", "min"); `action_desc`, a sentence about the action's effect; `use_tool`, whether the
-  observation is a tool's output.
+- `env_instruction` (`reset`): a text before the first observation.
+- `suffix` (`reset` and `step`): a text for the next prompt.
+- `metrics` (`step`): a map from names to numbers or bools.
+- `metrics_agg_mode` (`step`): a map from the same names to the aggregation over the turns of an episode ("mean", "sum",
+  "last", "max", "min").
+- `action_desc` (`step`): a sentence about the action's effect.
+- `use_tool` (`step`): whether the observation is a tool's output.
 """
 
 import math
@@ -66,7 +68,7 @@ AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 def read_reset(returned: Any, name: str) -> Reset:
-    """Return the result of `reset` as (text, info); raises `EnvironmentFailure` if it has another form."""
+    """Return the result of `reset` as (text, info); raises `EnvironmentFailure` if the result has another form."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise EnvironmentFailure(f"{name}: reset returned {_kind(returned)}; return (observation, info)")
     return _text(returned[0], name, "reset"), _info(returned[1], name, "reset")

@@ -18,7 +18,7 @@ GEM_PACKAGE = "gem-llm"  # name of the package on PyPI; its module is `gem`
 
 
 def find(env_type: str) -> Callable[..., Any]:
-    """Return the constructor of environment `env_type`; raises `EnvironmentFailure` if there is none."""
+    """Return the constructor of environment `env_type`; raises `EnvironmentFailure` if there is no constructor."""
     if env_type in NEEDS:
         raise EnvironmentFailure(f"env_type {env_type}: {NEEDS[env_type]}")
     if env_type.startswith("roll."):
@@ -72,7 +72,7 @@ def check_declared(env_type: str, config: Mapping[str, Any], has_plugins: bool =
 def make(env_type: str, /, **config: Any) -> Any:
     """Create environment `env_type` with the arguments `config`.
 
-    Raises `EnvironmentFailure` for an unknown name, wrong arguments, and a failing constructor.
+    Raises `EnvironmentFailure` for an unknown name, for wrong arguments, and if the constructor fails.
     """
     maker = find(env_type)
     problems = _argument_problems(env_type, maker, config)
@@ -84,7 +84,7 @@ def make(env_type: str, /, **config: Any) -> Any:
         raise
     except Exception as error:  # a user's class may raise any exception
         raise EnvironmentFailure(
-            f"env_type {env_type}: cannot be created: {type(error).__name__}: {error}; correct it or its arguments"
+            f"env_type {env_type}: cannot be created: {type(error).__name__}: {error}; correct env_type or env_config"
         ) from error
 
 

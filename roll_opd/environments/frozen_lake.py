@@ -58,7 +58,11 @@ class FrozenLake(Game):
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
         render_mode: str = "text",
     ) -> None:
-        """`p`: fraction of ice; `map_seed`: all episodes use this seed's map, and their seeds set only the slips."""
+        """`p` is the probability that a cell is ice.
+
+        If `map_seed` is set, all episodes use the map of this seed, and the seed of an episode determines only the
+        slips.
+        """
         only_text(render_mode)
         at_least("size", size, 2)
         if not 0 < p <= 1:

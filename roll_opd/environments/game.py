@@ -35,14 +35,18 @@ INVALID = Action(None)
 
 
 class ActionReader:
-    """Parser with one pattern. One group: the action. Two groups: the first is the thought, the second the action."""
+    """Parser of actions with a regular expression.
+
+    A pattern with one group captures the action. A pattern with two groups captures the thought and then the action.
+    """
 
     def __init__(
         self, pattern: str, lookup: Mapping[Any, str] | None = None, special_tokens: Sequence[str] | None = None
     ) -> None:
-        """Create a parser. `lookup` has the case-insensitive action names; without it, any non-empty text is an action.
+        """Create a parser.
 
-        Raises `EnvironmentFailure` for an invalid pattern and for duplicate names.
+        `lookup` maps keys to the names of actions, which are case-insensitive. Without `lookup`, any non-empty text is
+        an action. Raises `EnvironmentFailure` for an invalid pattern and for duplicate names.
         """
         try:
             self._pattern = regex.compile(pattern, regex.DOTALL)
@@ -63,7 +67,7 @@ class ActionReader:
         self._keys = {**names, **(self._keys or {})}
 
     def read(self, response: Any) -> Action:
-        """Return the first action in a response, INVALID if there is none; the response may be of any type."""
+        """Return the first action in a response, or INVALID if there is no action. The response may have any type."""
         if not isinstance(response, str):
             return INVALID
         for token in self._special_tokens:
@@ -83,7 +87,10 @@ TEXT = "text"  # the only render mode
 
 
 def numbered(name: str, table: Mapping[Any, str], known: Collection[int]) -> dict[int, str]:
-    """Return the table with its keys (numbers or texts) as integers; `EnvironmentFailure` for unknown numbers."""
+    """Return the table with integers as keys; raises `EnvironmentFailure` unless all keys are known numbers.
+
+    In the given table, the keys may be integers or texts.
+    """
     try:
         found = {int(key): str(value) for key, value in table.items()}
     except (TypeError, ValueError):

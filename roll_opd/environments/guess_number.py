@@ -25,7 +25,7 @@ class GuessNumber(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`max_steps`: number of guesses; with bisection they suffice for 2 ** max_steps - 1 numbers."""
+        """`max_steps` is the number of guesses. With bisection, it is enough for 2 ** max_steps - 1 numbers."""
         if max_number <= min_number:
             raise EnvironmentFailure(f"max_number is {max_number}; it must be greater than min_number ({min_number})")
         if max_number - min_number >= 2**62:
@@ -90,7 +90,7 @@ class GuessNumber(Game):
 
 
 def whole_number(text: str) -> int | None:
-    """Parse an integer of at most 30 characters; None if the text is not one."""
+    """Parse an integer of at most 30 characters; return None if the text is not such an integer."""
     try:
         return int(text) if len(text) <= 30 else None
     except ValueError:

@@ -1,6 +1,6 @@
 """Gymnasium games (https://gymnasium.farama.org) with discrete actions as text environments, mainly toy_text.
 
-A state is rendered in mode `ansi` if the game supports it, else shown as the raw observation.
+A state is rendered in mode `ansi` if the game supports this mode. Otherwise the raw observation is shown.
 """
 
 import importlib

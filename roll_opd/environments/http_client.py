@@ -89,7 +89,11 @@ class RemoteEnvironment(Environment):
         self._episode = None
 
     def _post(self, path: str, request: dict[str, Any], again: bool) -> dict[str, Any]:
-        """Send a request and return the response; `again`: retry if the response is lost."""
+        """Send a request and return the response.
+
+        A request that did not reach the server is retried. If `again` is set, the request is also retried after a lost
+        response or an error of the server.
+        """
         address, wait = f"{self._url}/{path}", FIRST_WAIT
         body = json.dumps(request)  # ASCII, because a model's text may have a lone surrogate
         for left in range(self._retries, -1, -1):

@@ -37,14 +37,20 @@ class Episodes:
     """Thread-safe table of the active episodes."""
 
     def __init__(self, name: str, make: Callable[[], Any], most: int) -> None:
-        """Create a table for `most` environments; beyond that, a reset ends the least recently used idle episode."""
+        """Create a table for at most `most` environments.
+
+        If all environments are in use, a new episode ends the least recently used idle episode.
+        """
         self._name, self._make, self._most = name, make, most
         self._episodes: OrderedDict[str, Episode] = OrderedDict()
         self._free: list[Any] = []
         self._lock = threading.Lock()
 
     def reset(self, identifier: str, seed: int | None) -> dict[str, Any]:
-        """Start an episode; a repeated request starts no second one. Raises `Refused` if it cannot start."""
+        """Start an episode. Raises `Refused` if the episode cannot start.
+
+        A repeated request does not start a second episode.
+        """
         episode = self._open(identifier, seed)
         with episode.lock:
             if episode.ended or episode.seed != seed or episode.steps > 0:
@@ -52,16 +58,18 @@ class Episodes:
             return self._answer(episode, 0, lambda: self._first(episode))
 
     def step(self, identifier: str, number: int | None, action: str) -> dict[str, Any]:
-        """Play step `number` (from 1; None: the next step); a repeated request gets the last response again.
+        """Play the step `number`, counted from 1, or the next step if `number` is None.
 
-        Raises `Refused` for any other number and for an unknown episode.
+        A repeated request gets the last response again. Raises `Refused` if `number` is neither the last nor the next
+        step, and for an unknown episode.
         """
         with self._lock:
             episode = self._episodes.get(identifier)
             if episode is None:
                 raise Refused(
                     404,
-                    f"episode {identifier} is not active; reset it (with too many episodes, the oldest one ends)",
+                    f"episode {identifier} is not active; start it with reset (if there are too many episodes, the"
+                    " server ends the least recently used one)",
                 )
             self._episodes.move_to_end(identifier)
         with episode.lock:

@@ -40,9 +40,10 @@ except BaseException as _error:
 
 
 def tool_program(response: str) -> str | None:
-    """Return the program in a response; None if it has none.
+    """Return the program in a response, or None if the response has no program.
 
-    The program is between the last <code> and </code> after the thought, else in the last fenced Python block.
+    The program is the text between the last <code> and </code> after the thought. Without these tags, the program is
+    the last fenced Python block.
     """
     text = answer_of(response)
     before, marked, _ = text.rpartition(CLOSE)
@@ -53,7 +54,7 @@ def tool_program(response: str) -> str | None:
 
 
 class PythonTool:
-    """A thread-safe runner of programs; tools with equal limits share processes, one per CPU."""
+    """A thread-safe runner of programs. Tools with equal limits share a pool with one process per CPU."""
 
     def __init__(self, seconds: float, unsafe: bool = False, most_characters: int = 4000) -> None:
         """Create a runner with `seconds` of CPU per program; `unsafe`: no sandbox. Processes start on first use."""
@@ -135,9 +136,11 @@ class MathPython(Environment):
         env_instruction: str | None = None,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`dataset_name`: a JSONL file with `question_key` and `answer_key` in each row. `mode`: train draws a row with
-        the seed, val uses the seed as row number. If `max_tool_uses` > 0, the model's programs run in a sandbox for at
-        most `tool_seconds` each; with `unsafe` they run without a sandbox.
+        """`dataset_name` is a JSONL file with `question_key` and `answer_key` in each row.
+
+        In mode "train", the seed draws a random row. In mode "val", the seed is the row number. If `max_tool_uses` is
+        above 0, each program of the model runs in a sandbox for at most `tool_seconds`. With `unsafe`, the programs run
+        without a sandbox.
         """
         for name, value in (("max_tool_uses", max_tool_uses), ("max_output_chars", max_output_chars)):
             at_least(name, value, 0)
@@ -214,7 +217,7 @@ def questions(file: str, question_key: str, answer_key: str) -> Sequence[tuple[s
 
 @lru_cache(maxsize=16)
 def _read(file: str, question_key: str, answer_key: str, *_: int) -> Sequence[tuple[str, str]]:
-    """Return the rows of a file, which is read once per process and again after a change."""
+    """Return the rows of a file. A process reads the file once, and reads it again if the file has changed."""
     rows = []
     try:
         with open(file, encoding="utf-8") as lines:
@@ -224,9 +227,9 @@ def _read(file: str, question_key: str, answer_key: str, *_: int) -> Sequence[tu
     except OSError as error:
         raise EnvironmentFailure(f"dataset_name: {os_sentence(error)}") from error
     except UnicodeDecodeError as error:
-        raise EnvironmentFailure(f"dataset_name {file}: is not UTF-8 ({error}); convert it") from error
+        raise EnvironmentFailure(f"dataset_name {file}: is not UTF-8 ({error}); convert the file") from error
     if not rows:
-        raise EnvironmentFailure(f"dataset_name {file}: has no rows; give a file with at least one")
+        raise EnvironmentFailure(f"dataset_name {file}: has no rows; set a file with at least one row")
     return tuple(rows)
 
 
