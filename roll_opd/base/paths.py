@@ -30,7 +30,7 @@ _beside: ContextVar[tuple[Path, ...]] = ContextVar("_beside", default=())
 
 
 class PathError(ValueError):
-    """A path cannot be read; the message states the path, the reason and what to do."""
+    """A path cannot be read. The message states the path, the reason and the remedy."""
 
 
 @contextmanager
@@ -80,7 +80,10 @@ def find_path(text: str) -> Path | None:
 
 
 def regular_file(path: Path) -> Path:
-    """Return `path` if it is a regular file, else raise PathError: other files may be readable only once."""
+    """Return `path` if it is a regular file.
+
+    Raises PathError for any other kind of file, because such a file may be readable only once.
+    """
     try:
         path.stat()  # raises OSError if missing
         if path.is_file() and not path.resolve().is_relative_to("/proc"):  # files of /proc may block forever
@@ -106,7 +109,10 @@ def places() -> str:
 
 
 def hub_hint(name: str, kind: str = "model") -> str | None:
-    """Return how to download a model or dataset (`kind`) if `name` may be a Hugging Face Hub name; else None."""
+    """Return a sentence that explains how to download a model or dataset (`kind`), or None.
+
+    The result is None if `name` cannot be a name on the Hugging Face Hub.
+    """
     if not HUB_NAME.fullmatch(name) or Path(name).suffix in FILES:
         return None
     option = "" if kind == "model" else f" --repo-type {kind}"
@@ -121,8 +127,8 @@ def user_cache() -> Path:
 def use_cache_of_compilers(environ: MutableMapping[str, str]) -> None:
     """Set the cache directory of torch's compiler to the user's cache, unless the environment sets a directory.
 
-    torch's default is a directory in TMPDIR that is never removed. If the user's cache is not writable, the default
-    stays.
+    torch's default is a directory in TMPDIR that is never removed. If the user's cache is not writable, torch's default
+    is kept.
     """
     home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     directory = Path(home, "roll_opd", "torchinductor")

@@ -76,7 +76,7 @@ class Registry(Generic[Facts]):
 
     @property
     def known(self) -> str:
-        """All registered names, as text for error messages."""
+        """The registered names, joined into one text for error messages."""
         return ", ".join(sorted({*self.elsewhere, *self.builtin, *self._registered}))
 
     def find(self, name: str) -> Callable[..., Any]:
@@ -102,10 +102,10 @@ class Registry(Generic[Facts]):
         return found
 
     def facts(self, name: str) -> Facts:
-        """Return the facts of the part `name`; raises `error` as `find` does.
+        """Return the facts of the part `name`. Raises `error` as `find` does.
 
-        A part may be registered under several names with different facts. A dotted path gets the facts of the first
-        name.
+        A part may be registered under several names with different facts. For a dotted path, the facts of the first of
+        these names are returned.
         """
         if self.decorator and name in self._declared:
             return self.facts_type(**self._declared[name].facts)
@@ -143,9 +143,10 @@ class Registry(Generic[Facts]):
 
 
 def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
-    """Return name -> declaration of the parts marked by `decorator` (None: one part per module).
+    """Return a mapping from the names of the parts in `package` to their declarations.
 
-    Raises ValueError if a name, a fact or a default is not a literal.
+    The parts are marked by `decorator`. If `decorator` is None, each module is one part. Raises ValueError if a name, a
+    fact or a default is not a literal.
     """
     directories = importlib.import_module(package).__path__
     return _declarations(package, decorator, tuple((name, os.stat(name).st_mtime_ns) for name in directories))
@@ -155,7 +156,11 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
 def _declarations(
     package: str, decorator: str | None, directories: tuple[tuple[str, int], ...]
 ) -> Mapping[str, Declared]:
-    """Do what `declarations` does; cached until the modification time of one of the package's directories changes."""
+    """Do what `declarations` does, with a cache.
+
+    The modification times in `directories` are a part of the cache key, so a change of a directory invalidates the
+    cache.
+    """
     paths = [path for path, _ in directories]
     sources = {Path(d, f"{module.name}.py") for d in paths for module in pkgutil.iter_modules([d])}
     modules = {source.stem: f"{package}.{source.stem}" for source in sources}
@@ -185,9 +190,10 @@ def _read(source: Path, module: str, decorator: str) -> tuple[tuple[str, Declare
 
 
 def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:
-    """Return the configurable arguments of `part`: all except the first `given_by_us`, which the caller passes.
+    """Return the configurable arguments of `part`.
 
-    Raises ValueError for a part without a signature, such as a function written in C.
+    These are all arguments except the first `given_by_us` ones, which the caller passes. Raises ValueError for a part
+    without a signature, such as a function written in C.
     """
     parameters = list(inspect.signature(part).parameters.values())[given_by_us:]
     return {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD}

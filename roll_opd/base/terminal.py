@@ -26,7 +26,7 @@ def echo(text: str, stream: TextIO | None = None) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning on standard error, after "warning: "; the run's record also collects such lines."""
+    """Print a warning on standard error, with the prefix "warning: ". The run's record also collects these lines."""
     echo(f"warning: {text}", sys.stderr)
 
 

@@ -9,11 +9,11 @@ _MARK = re.compile(
 
 
 def thought_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the thoughts including their tags, in order.
+    """Yield the (start, end) positions of each thought, in order. A thought includes its tags.
 
     Chat templates may write the opening tag. A closing tag without an opening tag therefore ends a thought that started
-    at the end of the previous thought, or at the end of the prompt. A thought without a closing tag extends to the end
-    of the text.
+    at the end of the previous thought or, if there is none, at the end of the prompt. A thought without a closing tag
+    extends to the end of the text.
     """
     start, outside = None, 0
     for mark in _MARK.finditer(text):
@@ -37,6 +37,6 @@ def opens_a_thought(prompt: str) -> bool:
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last closing tag; without a closing tag, all of the text."""
+    """Return the text after the last closing tag. If there is no closing tag, return all of the text."""
     ends = [mark.end() for mark in _MARK.finditer(text) if mark["close"] or mark["close_mistral"]]
     return text[ends[-1] :] if ends else text

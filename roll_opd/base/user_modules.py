@@ -25,7 +25,7 @@ _appended: set[str] = set()  # directories on sys.path because of this module
 
 
 def search_modules_in(*directories: Path) -> None:
-    """Set the directories of the user's modules for this process and its workers; replaces earlier directories."""
+    """Replace the directories of the user's modules, for this process and its workers."""
     _leave(_appended)
     _search([str(directory.resolve()) for directory in directories])
 
@@ -47,7 +47,10 @@ def module_variables() -> dict[str, str]:
 
 
 def users_module(name: str) -> ModuleType:
-    """Import a module that a configuration names. If this fails, the ImportError states the reason and the place."""
+    """Import a module that a configuration names.
+
+    If the import fails, the ImportError states the reason and the place.
+    """
     _extend_path(_directories())
     try:
         return importlib.import_module(name)
@@ -67,7 +70,8 @@ def users_module(name: str) -> ModuleType:
 def dotted_path(text: str) -> str:
     """Convert `path/to/file.py:name` to `file.name` and add its directory to the path; return other texts unchanged.
 
-    The file is searched for like a data file. Raises PathError if it is missing, or if another module has its name.
+    The file is looked up in the same directories as a data file. Raises PathError if the file is missing, if its name
+    is not a module name, or if another module has the same name.
     """
     found = FILE.fullmatch(text)
     if found is None:
@@ -84,7 +88,7 @@ def dotted_path(text: str) -> str:
 
 
 def origin(name: str) -> str | None:
-    """Return the file of a top-level module; "built-in" if it has no file, None for an unknown module."""
+    """Return the file of a top-level module. Return "built-in" if the module has no file, and None if it is unknown."""
     _extend_path(_directories())
     if module := sys.modules.get(name):
         file = getattr(module, "__file__", None)

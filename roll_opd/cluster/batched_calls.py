@@ -24,8 +24,9 @@ class Answers:
 async def coalesced(
     items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS, chunk: int | None = None
 ) -> AsyncGenerator[list[Item], None]:
-    """Yield the items in order, in lists: when `chunk` items have arrived, else after at most `seconds`.
+    """Yield the items in order, in lists.
 
+    A list is yielded when `chunk` items have arrived, and otherwise at most `seconds` after its first item has arrived.
     An exception of `items` is raised after all earlier items have been yielded.
     """
     arrived: list[Item] = []
@@ -74,7 +75,10 @@ class BatchedCalls(Generic[Key, Call]):
     """Running calls, batched by key."""
 
     def __init__(self, send: Callable[[Key, list[Call]], AsyncGenerator[list[tuple[int, Any]], None]]) -> None:
-        """`send` yields (index in the batch, result) as results arrive; it is closed if all callers cancel."""
+        """`send` yields lists of (index in the batch, result) as the results arrive.
+
+        The generator that `send` returns is closed if all callers cancel.
+        """
         self._send = send
         self._pending: dict[Key, list[tuple[Call, asyncio.Future[Any]]]] = {}
         self._followers: set[asyncio.Task[None]] = set()

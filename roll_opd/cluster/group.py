@@ -38,7 +38,7 @@ class ActorGroup:
     """Actors of one role."""
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
-        """`names`: names of the actors in ProcessDied; without names, Ray's exceptions are raised instead."""
+        """`names` are the names of the actors in ProcessDied. Without names, Ray's exceptions are raised instead."""
         self.actors, self.names = tuple(actors), tuple(names)
         self._hosts: list[str] = []
         if names:
@@ -56,8 +56,8 @@ class ActorGroup:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every actor with the same arguments; return the results in order.
 
-        A `Compact` argument is put into the object store once. The first failure is raised immediately, because other
-        actors may wait for the failed actor in a collective. Raises ProcessDied if an actor has died.
+        A `Compact` argument is put into the object store once for all actors. The first failure is raised immediately,
+        because other actors may wait for the failed actor in a collective. Raises ProcessDied if an actor has died.
         """
         shared = [_shared(value) for value in args]
         named = {name: _shared(value) for name, value in kwargs.items()}
@@ -78,7 +78,7 @@ class ActorGroup:
                 ray.cancel(remote)
 
     def _waiting(self, actor: int, method: str) -> AbstractContextManager[None]:
-        """Record the block as a wait for a call if the actor has a name."""
+        """Record inside the block that the driver waits for `method` of the actor, if the actor has a name."""
         return WAITS.of("the driver", f"{self.names[actor]} {method}") if self.names and method else nullcontext()
 
     async def _answers(self, called: Sequence[Any], method: str = "") -> list[Any]:
@@ -115,7 +115,10 @@ class WorkerGroup(ActorGroup):
     _data_parallel_ranks: list[int]  # data-parallel rank of each actor
 
     def __init__(self, actor: Any, plan: MegatronPlan, placement: Placement, env: dict[str, str]) -> None:
-        """Start one `actor` (a Ray actor class) per device of `plan`; `setup` connects them as a process group."""
+        """Start one actor of the Ray actor class `actor` on each device of `plan`.
+
+        `setup` connects the actors as a process group.
+        """
         self.plan = plan
         ranks = []
         env = {**env, **plan.env}
@@ -134,9 +137,10 @@ class WorkerGroup(ActorGroup):
         self._data_parallel_ranks, (self.packing, *_) = map(list, zip(*found, strict=True))
 
     async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
-        """Call `method` on every rank with the shard of its data-parallel rank (one stored object) and with `args`.
+        """Call `method` on every rank with the shard of its data-parallel rank and with `args`.
 
-        Returns (data-parallel rank, result) for each rank. Failures are raised as in `call`.
+        Each shard is stored as one object. Returns (data-parallel rank, result) for each rank. Failures are raised as
+        in `call`.
         """
         references = [ray.put(shard) for shard in sharded.shards]
         calls = [
@@ -148,7 +152,7 @@ class WorkerGroup(ActorGroup):
 
 
 class WithoutAdapter:
-    """Ranks of a LoRA student that compute without the adapter, that is with the student's base model."""
+    """Ranks of a LoRA student that compute without the adapter, so that they use the student's base model."""
 
     def __init__(self, student: WorkerGroup) -> None:
         self._student = student
@@ -170,14 +174,17 @@ class WithoutAdapter:
         return await self._student.scatter("share_without_adapter", sharded, method, *args, **kwargs)
 
     def end(self) -> None:
-        """Do nothing: the processes belong to the student."""
+        """Do nothing, because the processes belong to the student."""
 
 
 FrozenGroup = WorkerGroup | WithoutAdapter
 
 
 async def gathered(group: FrozenGroup, method: str, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[Any]:
-    """Return the value of `method` for each sample, in order. Ranks get unchanged samples (see `shard_sample`)."""
+    """Call `method` on the ranks, and return its result for each sample, in order.
+
+    The ranks get the samples unchanged (see `shard_sample`).
+    """
     if not samples:
         return []
     sharded = _sharded(group, samples)
@@ -192,9 +199,9 @@ async def gathered_and_held(
     held: Sequence[Mapping[str, TargetRef]] = (),
     **wanted: Any,
 ) -> list[tuple[np.ndarray, TargetRef]]:
-    """Return each sample's log-probs, f32 [T-P], and a reference to its targets, which stay with the ranks.
+    """Return for each sample its log-probs, f32 [T-P], and a reference to its targets. The targets stay with the ranks.
 
-    `held` has, for each sample, references to stored targets that the ranks read.
+    `held` has one mapping per sample, with references to stored targets. The ranks read these targets.
     """
     sharded = _sharded(group, samples, held)
     answers = [
@@ -241,7 +248,10 @@ POLL_INTERVAL_S = 2.0
 
 @contextmanager
 def watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, a thread calls `lost` with a message about the first process that has died."""
+    """Run a thread inside the block that polls for dead actors and dead Ray processes.
+
+    When the thread finds the first dead process, it calls `lost` with a message about this process.
+    """
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(lost, over), name="watch", daemon=True)
     thread.start()

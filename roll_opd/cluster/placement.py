@@ -1,7 +1,7 @@
 """Map the device numbers of `device_mapping` to bundles of Ray placement groups.
 
-Device d is device d % devices_per_node of node d // devices_per_node. Node 0 is the driver's host. The other nodes
-follow in the order of their ranks or, in a joined Ray cluster, of their addresses. Roles that use the same device
+Device number d is device d % devices_per_node on node d // devices_per_node. Node 0 is the driver's host. The other
+nodes follow in the order of their ranks or, in a joined Ray cluster, of their addresses. Roles that use the same device
 number share the device. On a machine without GPUs, a device is a slot, and a role uses all cores of its node, because
 roles take turns for most of a step.
 """
@@ -49,11 +49,11 @@ class Placement:
         deterministic: bool = True,
         addresses: Sequence[str] = (),
     ) -> None:
-        """Reserve the devices: GPUs if the cluster has any, else slots. Raises ClusterError if there are too few.
+        """Reserve the devices. They are GPUs if the cluster has GPUs, and slots otherwise.
 
-        `addresses` are the run's hosts in order if the run has started Ray on them. With `deterministic`, each process
-        of every role has the threads of one device, because a different number of threads would change the order of
-        sums.
+        Raises ClusterError if the cluster has too few devices. `addresses` are the run's hosts in order if the run has
+        started Ray on them. With `deterministic`, each process of every role has the threads of one device, because a
+        different number of threads would change the order of sums.
         """
         self.starting = starting or StartupProgress()
         self._per_node, self._deterministic = devices_per_node, deterministic
@@ -93,19 +93,22 @@ class Placement:
         ]
 
     def where(self, device: int) -> str:
-        """Describe a device by its number and, with several hosts, the address of its host."""
+        """Describe a device by its number. With several hosts, add the address of the device's host."""
         several = len({each.address for each in self._devices}) > 1
         return f"device {device}" + (f" of {self._devices[device].address}" if several else "")
 
     def hosts(self) -> dict[str, list[int]]:
-        """Return host address -> device numbers, in order."""
+        """Return a mapping from the address of each host to the numbers of its devices, in order."""
         found: dict[str, list[int]] = {}
         for number, device in enumerate(self._devices):
             found.setdefault(device.address, []).append(number)
         return found
 
     def options(self, devices: tuple[int, ...], role: tuple[int, ...], env: dict[str, str]) -> dict:
-        """Return Ray options for a process of a `role`: it runs on the first of `devices` and sees all of them."""
+        """Return the Ray options for a process that runs on the first of `devices` and sees all of `devices`.
+
+        `role` lists the devices of the process's role.
+        """
         home = self._devices[devices[0]]
         if len({self._devices[number].node for number in devices}) > 1:
             raise ClusterError(
@@ -131,7 +134,10 @@ class Placement:
         }
 
     def _threads(self, home: Device, role: tuple[int, ...]) -> int:
-        """Return the number of CPU threads of a process on device `home`; `role` lists the devices of its role."""
+        """Return the number of CPU threads for a process on the device `home`.
+
+        `role` lists the numbers of the devices that the process's role uses.
+        """
         shared_by = self._per_node
         if home.gpu is None and not self._deterministic:
             shared_by = sum(self._devices[number].node == home.node for number in role)
@@ -158,7 +164,11 @@ def node_of(group: PlacementGroup) -> str:
 
 
 def node_order(address: str, first: str, ranks: Sequence[str]) -> tuple[int, int, str]:
-    """Return a node's sort key: `ranks` by index, then the driver's host `first`, then other nodes by IP address."""
+    """Return the sort key of a node.
+
+    The nodes in `ranks` come first, in the order of `ranks`. The driver's host `first` is next, and the other nodes
+    follow in the order of their IP addresses.
+    """
     if address in ranks:
         return ranks.index(address), 0, ""
     try:

@@ -1,9 +1,9 @@
 """Reaper process that kills the descendants of a driver after the driver's end, even if SIGKILL ended the driver.
 
 Ray's processes exit when their driver is killed, but Ray's agents first try for a minute to report the death to a dead
-server. The reaper tracks the driver's descendants, and kills the remaining ones after the driver's end.
-`inference.process_cleanup` ends an engine core after the death of its parent. Both modules are needed, because the
-engine core may run on a different node from the driver.
+server. The reaper therefore tracks the driver's descendants, and kills the descendants that still run after the
+driver's end. `inference.process_cleanup` ends an engine core after the death of its parent. Both modules are needed,
+because the engine core may run on a different node from the driver.
 """
 
 import glob
@@ -47,7 +47,7 @@ class Reaper:
         self._send(KEEP, directory, within)
 
     def remove_if_empty(self, directory: Path) -> None:
-        """Register `directory` for removal at the end, if it is then empty."""
+        """Register `directory`. It is removed at the end if it is empty at that time."""
         self._send(IF_EMPTY, directory, "")
 
     def _send(self, what: str, directory: Path, within: str) -> None:
@@ -77,7 +77,8 @@ def guarded() -> Iterator[Reaper]:
 def watch(driver: int, preexisting: set[int]) -> None:
     """Wait for the end of standard input, then kill the descendants of `driver` except this process and `preexisting`.
 
-    Each input line has a glob pattern of directories and an action: remove afterwards, keep, or remove if empty.
+    Each input line has an action and a glob pattern of directories. The actions are: remove the directories afterwards,
+    keep them, or remove them if they are empty.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
@@ -133,7 +134,7 @@ def _shared_memory(process: psutil.Process) -> list[str]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Whether the process runs. A zombie does not count as a running process."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -68,15 +68,18 @@ def token_variables() -> dict[str, str]:
 
 
 def torch_variables() -> dict[str, str]:
-    """Return the variables in `TORCH` as set in this process, for workers of a joined cluster (RAY_ADDRESS)."""
+    """Return the variables in `TORCH` with their values in this process.
+
+    The workers of a joined cluster (RAY_ADDRESS) need these variables.
+    """
     return {name: os.environ.get(name, value) for name, value in TORCH.items()}
 
 
 def use_interface_of(address: str) -> None:
     """Make gloo and vLLM use the network interface of `address`, unless the user has set an interface.
 
-    By default, these libraries use the address of the host name (often 127.0.0.1) or the default route (which may not
-    exist).
+    By default, these libraries use the address to which the host name resolves (often 127.0.0.1), or the default route
+    (which may not exist).
     """
     os.environ.setdefault("VLLM_HOST_IP", address)
     for name, addresses in psutil.net_if_addrs().items():

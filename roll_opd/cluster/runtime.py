@@ -109,7 +109,10 @@ def _offered(devices_per_node: int) -> dict[str, Any]:
 
 
 def _gpus_of_a_host(devices_per_node: int) -> dict[str, Any]:
-    """Return the number of GPUs that a host of a multi-host run offers: `devices_per_node` if the host has GPUs."""
+    """Return Ray's option with the number of GPUs that a host of a multi-host run offers.
+
+    The number is `devices_per_node` if the host has GPUs. Without GPUs, the result is empty.
+    """
     return {"num_gpus": devices_per_node} if count_gpus() else {}
 
 

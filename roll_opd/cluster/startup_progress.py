@@ -32,7 +32,10 @@ class ProcessDied(ClusterError):
 
 
 class StartupProgress:
-    """A thread prints the parts for which the start waits, so that blocking calls are shown too."""
+    """Progress of the start of a run.
+
+    A thread prints the parts for which the start waits, even during blocking calls.
+    """
 
     def __init__(self, seconds: float = math.inf, say: Callable[[str], None] = print) -> None:
         """`seconds` is the timeout of one part; `say` prints a line."""
@@ -45,7 +48,7 @@ class StartupProgress:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Show inside the block that the start waits for `what`, and record how many seconds this takes."""
+        """Inside the block, show that the start waits for `what`. At the end, record the duration of the block."""
         entry = object()
         with self._lock:
             self._waiting[entry] = (what, time.monotonic())

@@ -1,7 +1,8 @@
 """Open waits of the driver: what waits for what, for how long, and when the run last made progress.
 
-A wait is a call of a named actor, or waiting between producer, learner, scorer and weight sync. The start
-and the end of a wait count as movements, that is as progress. `watchdog` reports a run in which nothing moves.
+A wait is either the wait for a call of a named actor, or a wait between producer, learner, scorer and weight sync. The
+start and the end of a wait count as movements, which means that the run makes progress. `watchdog` reports a run in
+which nothing moves.
 """
 
 import threading
@@ -33,7 +34,7 @@ class Waits:
 
     @contextmanager
     def of(self, who: str, whom: str) -> Iterator[None]:
-        """Record the block as a wait of `who` for `whom`."""
+        """Record inside the block that `who` waits for `whom`."""
         wait = _Wait(who, whom, self._now())
         with self._lock:
             self._open[id(wait)], self._last = wait, wait.began
@@ -45,16 +46,16 @@ class Waits:
                 self._last = self._now()
 
     def moved(self) -> None:
-        """Record a movement other than the start or end of a wait, such as an item of a stream."""
+        """Record a movement that is not the start or end of a wait, such as the arrival of an item of a stream."""
         self._last = self._now()
 
     def idle_seconds(self) -> float:
-        """Return the seconds since the last movement; 0 if no wait is open."""
+        """Return the seconds since the last movement. Return 0 if no wait is open."""
         with self._lock:
             return self._now() - self._last if self._open else 0.0
 
     def text(self) -> str:
-        """Describe the open waits, the longest first; equal waits are one entry with their number."""
+        """Describe the open waits, the longest first. Equal waits are combined into one entry with their count."""
         with self._lock:
             now, found = self._now(), list(self._open.values())
         lines: dict[str, tuple[int, float]] = {}

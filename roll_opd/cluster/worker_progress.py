@@ -1,4 +1,4 @@
-"""Publish the progress of workers in long calls through Ray's key-value store, and wait for files of ranks.
+"""Publish the progress of workers in long calls through Ray's key-value store, and wait for files that ranks write.
 
 A worker cannot answer during a call, so a long call publishes its progress at intervals for the driver. A short call
 publishes nothing and has no extra cost. `Writing` waits for files that ranks write in the background.
@@ -46,7 +46,10 @@ class MicroBatches:
 
 
 def running_calls() -> dict[str, tuple[int, int]]:
-    """Return role -> (started, total) micro-batches of its current long call in this run."""
+    """Return a mapping from each role to (started, total).
+
+    These are the numbers of micro-batches of the role's current long call in this run.
+    """
     try:
         keys = [key.decode() for key in _internal_kv_list(_prefix())]
         found = {key.removeprefix(_prefix()): _internal_kv_get(key) for key in keys}
@@ -61,15 +64,16 @@ def _prefix() -> str:
 
 
 class Writing:
-    """The running `save` calls of some groups of ranks."""
+    """The `save` calls that are running in some groups of ranks."""
 
     def __init__(self, groups: Sequence[ActorGroup]) -> None:
         self.groups = tuple(groups)
 
     async def files(self, *, wait: bool) -> list[Path] | None:
-        """Return all files if they are written; else wait for them if `wait` is set, or return None.
+        """Return the paths of all files if the files have been written.
 
-        Raises the exception of a rank.
+        Otherwise wait for the files if `wait` is set, and return None if not. If a rank has failed, its exception is
+        raised.
         """
         found: set[Path] = set()
         for group in self.groups:

@@ -1,4 +1,7 @@
-"""`roll-opd check-model`: compare log-probs of training engine and vLLM with Hugging Face's; check the export."""
+"""`roll-opd check-model`: compare a model's log-probs with Hugging Face's, and check the export.
+
+The log-probs of the training engine and of vLLM are compared.
+"""
 
 import argparse
 import json
@@ -98,7 +101,7 @@ def _rows(
 def _hugging_face(path: Path, dtype: str, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return Hugging Face's log-probs of tokens 1 to T-1 of each sequence, f32 [T-1].
 
-    Other attention than "eager" ignores caps of scores.
+    The attention is "eager", because other implementations ignore a model's cap on attention scores.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -129,7 +132,11 @@ def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple
 def _compared_in_half(
     what: str, directory: Path, wanted: Sequence[np.ndarray], rounded: Sequence[np.ndarray]
 ) -> tuple[str, bool]:
-    """Check the mean difference from `wanted` (f32), relative to the mean difference of `rounded` (bf16)."""
+    """Compare the log-probs in `directory` with `wanted` (Hugging Face's log-probs in f32).
+
+    The bound of their mean difference is a multiple of the mean difference between `rounded` (Hugging Face's log-probs
+    in bf16) and `wanted`. Return the result as text, and whether the difference is within the bound.
+    """
     with np.load(directory / "logprobs.npz") as file:
         found = np.concatenate([file[str(number)] for number in range(len(wanted))])
     exact = np.concatenate(wanted)

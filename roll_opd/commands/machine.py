@@ -156,13 +156,16 @@ def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
 
 
 def locked_bytes() -> int | None:
-    """Return how many bytes of memory a process may lock; None without a limit."""
+    """Return how many bytes of memory a process may lock; None if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def find_compiler(chosen: str | None) -> str | None:
-    """Return the path of the C++ compiler `chosen` (from CXX), else of the first of COMPILERS that exists."""
+    """Return the path of the C++ compiler `chosen` (from CXX), or None if it is missing.
+
+    Without `chosen`, return the path of the first compiler in COMPILERS that exists.
+    """
     names = (chosen.split()[0],) if chosen and chosen.strip() else COMPILERS
     return next(filter(None, map(shutil.which, names)), None)
 

@@ -105,7 +105,9 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     of_scores = 'OUT.jsonl: lines {"id", "logprobs"}; OUT.parquet: a teacher file; in the order of the input'
     parser.add_argument("--output", required=True, metavar="OUT", help=of_scores)
     parser.add_argument("--topk", type=int, metavar="K", help="also write the K most likely tokens (parquet)")
-    parser.add_argument("--name", metavar="NAME", help="the teacher's name in the file (default: the directory's)")
+    parser.add_argument(
+        "--name", metavar="NAME", help="teacher's name in the file (default: the model directory's name)"
+    )
     of_vocabulary = "number of token ids over which log-probs are normalised (default: all ids of the model)"
     parser.add_argument("--vocab-size", type=int, metavar="N", help=of_vocabulary)
     for name, what in SIZES.items():

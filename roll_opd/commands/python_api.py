@@ -1,9 +1,10 @@
 """`roll_opd.run`: train from a script or a notebook and return the run's summary.
 
 The run is a separate process, as with `roll-opd run`, and its output is printed as it arrives. A run cannot use this
-process, because a run patches torch for Megatron, changes the environment, and starts Ray and an event loop. A notebook
-could then not train twice, could not use Ray or an event loop for other work, and would be killed together with the
-run. `multiprocessing` would import the caller's main module again, and so execute a script twice.
+process, because a run patches torch for Megatron, changes the environment, and starts Ray and an event loop. If the run
+used the process of a notebook, the notebook could not train twice, could not use Ray or an event loop for other work,
+and would be killed together with the run. `multiprocessing` is not used, because it would import the caller's main
+module again, and would therefore execute a script twice.
 """
 
 import codecs
@@ -51,14 +52,15 @@ def run(
     pipeline: str | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
-    """Run a configuration to its end; return the content of `summary.json`, and `run_directory` and `model`.
+    """Run a configuration to its end; return the content of `summary.json` together with `run_directory` and `model`.
 
-    `config` is the path of a YAML file, or its content as a mapping (`defaults` included). `overrides` is a list as on
-    the command line (`["max_steps=20"]`), or a mapping of dotted keys to values. `pipeline` is distill, rlvr, agentic,
-    sft, dpo, offline_distill or the dotted path of a module; None: the configuration decides. Relative paths are
-    looked up in the current directory, then in the directory of the YAML file. `rewards` maps a domain to a reward
-    function, which may be defined in the script or notebook; see `reward_overrides`. In the result, `model` is the
-    model directory of the newest checkpoint, in Hugging Face's format; None without a checkpoint.
+    `config` is the path of a YAML file, or the content of such a file as a mapping (`defaults` included). `overrides`
+    is a list as on the command line (`["max_steps=20"]`), or a mapping of dotted keys to values. `pipeline` is distill,
+    rlvr, agentic, sft, dpo, offline_distill or the dotted path of a module. If `pipeline` is None, the configuration
+    decides. Relative paths are looked up in the current directory, then in the directory of the YAML file. `rewards`
+    maps a domain to a reward function, which may be defined in the script or notebook; see `reward_overrides`. In the
+    result, `model` is the model directory of the newest checkpoint, in Hugging Face's format. If there is no
+    checkpoint, `model` is None.
 
     The call blocks until the run has ended, even inside a running event loop. An interrupt (Ctrl-C, the notebook's stop
     button) ends the run as in a terminal. Raises RunFailed.
@@ -187,7 +189,10 @@ def _plain(value: Any) -> Any:
 
 
 def _search_path() -> list[str]:
-    """Return `sys.path` without the directories of installed packages, so that a run finds the user's rewards."""
+    """Return `sys.path` without the directories of installed packages.
+
+    A run gets these directories, so that it finds the user's rewards.
+    """
     packages = site.getsitepackages([sys.prefix, sys.base_prefix])
     installed = [*packages, site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib"))]
     places = [Path(entry).absolute() for entry in sys.path if not entry.endswith(".zip")]

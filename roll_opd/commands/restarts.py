@@ -1,7 +1,8 @@
-"""The supervisor of a run: start the command in a separate process, and restart it after a failure.
+"""The supervisor of a run: start the command in a separate process, and restart the command after a failure.
 
 Every attempt is a new process with the same command and the checkpoint from which to resume, so that no state (Ray,
-partly transferred weights) of a failed attempt remains. The supervisor notices any end of an attempt, even by SIGKILL.
+partly transferred weights) of a failed attempt remains. The supervisor notices every end of an attempt, even if SIGKILL
+has ended the attempt.
 """
 
 import os
@@ -38,8 +39,8 @@ def restarts_left() -> int:
 def restarted(restarts: int) -> int:
     """Run this process's command in a new process, with up to `restarts` restarts; return the last exit code.
 
-    An attempt resumes from the last checkpoint of the run; without a checkpoint, it starts from the beginning. There is
-    no restart after a user error or a requested end (SIGTERM, SIGINT).
+    An attempt resumes from the last checkpoint of the run. If there is no checkpoint, the attempt starts from the
+    beginning. There is no restart after a user error or a requested end (SIGTERM, SIGINT).
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch, guarded() as reaper:
         reaper.remove_at_the_end(Path(scratch))
@@ -73,7 +74,10 @@ class _Attempts:
             signal.signal(number, self._pass_on)
 
     def run(self, left: int) -> int:
-        """Run the command once, while `left` restarts remain; return its exit code, -n for signal n."""
+        """Run the command once, and return its exit code, or -n if signal n ended it.
+
+        `left` is the number of restarts that remain after this attempt.
+        """
         environment = os.environ | {RUN_DIRECTORY_FILE: str(self._announced), LEFT: str(left), RUN: self._run}
         self._process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *self._resumed()],

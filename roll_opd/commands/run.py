@@ -86,8 +86,8 @@ def main(
 ) -> int:
     """Run the command line and return the exit code; `pure` and `pipeline` go to `load_plan`.
 
-    If both are None, the first argument may name the pipeline, as in `roll-opd run`. `backend` provides the processes
-    of the run; None: the run starts them.
+    If both `pure` and `pipeline` are None, the first argument may name the pipeline, as in `roll-opd run`. `backend`
+    provides the processes of the run. If `backend` is None, the run starts its processes itself.
     """
     parser = argparse.ArgumentParser(description=description)
     is_open = pure is None and pipeline is None
@@ -135,11 +135,7 @@ def _launch(
     host: LaunchedHost | None,
     backend: "Backend | None",
 ) -> int | RunPlan:
-    """Return the exit code, or the plan if the command must run in a separate process.
-
-    A separate process is needed if the run may be restarted, and under torchrun, which would signal Ray's processes
-    together with the driver.
-    """
+    """Return the exit code. If the command must run in a separate process, return the plan instead."""
     is_here = host is None or is_attempt()  # a process that only supervises attempts needs no imports
     with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
         try:

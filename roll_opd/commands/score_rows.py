@@ -16,9 +16,10 @@ PARQUET = ".parquet"
 
 @contextmanager
 def tokenised(options: argparse.Namespace) -> Iterator[Path]:
-    """Yield a file of token rows: the input itself, or a temporary file if the input has answers to tokenise.
+    """Yield the path of a file of token rows.
 
-    Raises DataError for rows that cannot be used.
+    The file is the input itself or, if the input has answers to tokenise, a temporary file. Raises DataError for rows
+    that cannot be used.
     """
     source = Path(options.input)
     if has_tokens(source):
@@ -45,7 +46,10 @@ def tokenised(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def has_tokens(path: Path) -> bool:
-    """Return whether a file's first row has tokens; True if undecodable, so that the reader raises the error."""
+    """Return whether the first row of a file has tokens.
+
+    The result is also True if the row cannot be decoded, because the reader of token rows then raises the error.
+    """
     if path.suffix == PARQUET:
         return False
     try:
@@ -59,7 +63,10 @@ def has_tokens(path: Path) -> bool:
 
 
 def teacher_file(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the arguments of `TeacherWriter` except `output`; None if the output is a JSONL file of log-probs."""
+    """Return the arguments of `TeacherWriter` other than `output`.
+
+    Return None if the output is a JSONL file of log-probs.
+    """
     if not options.output.endswith(PARQUET):
         return None
     from roll_opd.data.teacher_writer import digest_of

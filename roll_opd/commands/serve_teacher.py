@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="maximum tokens of a sequence, plus 1")
-    parser.add_argument("--topk", type=int, default=64, metavar="K", help="largest opd_topk of a run; -1: any")
+    parser.add_argument("--topk", type=int, default=64, metavar="K", help="largest opd_topk of a run (-1: no limit)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key of the server")
     further = "further arguments for vllm serve, up to the end of the line"
     parser.add_argument("--vllm", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT", help=further)

@@ -10,7 +10,7 @@ from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Top, Worker
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy loss with its name in ROLL, as written under `key`."""
+    """A policy loss that the configuration selects: `name` is its name in ROLL, and `key` is the key with this name."""
 
     key: str
     name: str
@@ -18,12 +18,15 @@ class Variant:
 
     @property
     def is_of_role(self) -> bool:
-        """Whether the key is set in a role; ROLL reads only such a key, and then computes ratios only per token."""
+        """Whether the key is set in a role.
+
+        ROLL reads the key only in a role, and then computes ratios only per token.
+        """
         return "." in self.key
 
 
 def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
-    """Return the loss of `pg_variant`; None without one.
+    """Return the policy loss that `pg_variant` selects; None if `pg_variant` is not set.
 
     ROLL reads `pg_variant` only in the trained role, and only with an ActorPGWorker as worker_cls. A top-level
     `pg_variant`, which ROLL treats as a variable of the YAML file, applies if the role sets neither `pg_variant` nor

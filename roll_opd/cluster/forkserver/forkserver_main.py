@@ -1,7 +1,7 @@
 """Program of the fork server: imports libraries, and forks itself when processes of the same user request it.
 
-The server has two processes. The second process is a fork of the first. It imports Megatron's modules while the first
-imports vLLM.
+The server has two processes. The second process is a fork of the first process. The second process imports Megatron's
+modules while the first process imports vLLM.
 """
 
 import ctypes
@@ -68,10 +68,11 @@ def exit_with_parent(parent: int) -> None:
 def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int) -> None:
     """Import Megatron's modules and the requested vLLM modules; serve forks until the other end of `alive` is closed.
 
-    `requests` is JSON that the driver writes after it has read its configuration. `listeners` are the sockets of
-    MEGATRON and ENGINES. Failing imports are ignored here; the process that needs the module reports the error. Ray is
-    imported only in the forks, because it reads its job from the environment at import. If an import has initialised
-    CUDA, requests are refused, because CUDA cannot be used in a fork of such a process.
+    `requests` is JSON that the driver writes after it has read its configuration. `listeners` maps MEGATRON and ENGINES
+    to the file descriptors of their sockets. An import that fails is ignored here, because the process that needs the
+    module reports the error. Ray is imported only in the forks, because Ray reads its job from the environment at
+    import. If an import has initialised CUDA, requests are refused, because CUDA cannot be used in a fork of such a
+    process.
     """
     from roll_opd.base.optional_torch_packages import broken_companions, hide
     from roll_opd.inference.engine_arguments import prepare_environment
@@ -140,8 +141,8 @@ def _import_engines(request: Mapping[str, Any]) -> None:
 def _prepare_cores() -> None:
     """Prepare the engine core once for all forks: set up logging, and CPU kernels in place of Triton's.
 
-    An engine core would search every loaded module for Triton kernels, which takes 0.7 s. Here only vLLM's modules are
-    searched.
+    An engine core would search every loaded module for Triton kernels, which takes 0.7 s. This function limits the
+    search to vLLM's modules.
     """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed

@@ -1,14 +1,15 @@
-"""Start a fork server that imports the libraries of a run only once; workers are forks of the server.
+"""Start a fork server that imports the libraries of a run only once. The workers are forks of the server.
 
 Importing torch, Megatron and vLLM takes at least 8 s of CPU time, and a run on one machine has at least five processes
-that need them. The fork server (Python's `multiprocessing.forkserver`) imports them once in each of two processes, one
-for Megatron's roles and one for engines, while the driver reads its data and starts Ray. In place of the interpreter,
-Ray then starts `forkserver_worker`, which requests a fork that runs the worker's program. A vLLM engine core and its
-client are forks of the same server process. If a run sets variables that are read at import (`read_at_import`), the
-server is restarted with these variables, which takes one or two seconds.
+that need these libraries. The fork server (Python's `multiprocessing.forkserver`) has two processes, one for Megatron's
+roles and one for engines. Each of the two processes imports its libraries once, while the driver reads its data and
+starts Ray. Ray then starts `forkserver_worker` in place of the Python interpreter. `forkserver_worker` requests a fork
+that runs the worker's program. A vLLM engine core and its client are forks of the same server process. If a run sets
+variables that are read at import (`read_at_import`), the server is restarted with these variables, which takes one or
+two seconds.
 
-The server is also used with NVIDIA GPUs. It does not initialise CUDA, and it refuses requests if an import has
-initialised CUDA (see `forkserver_main`).
+The server is used on machines with NVIDIA GPUs as well. It does not initialise CUDA, and it refuses requests if an
+import has initialised CUDA (see `forkserver_main`).
 """
 
 import json
@@ -38,7 +39,7 @@ _SERVE = (
 
 
 class ForkServer:
-    """Handle of the fork server in the driver; does nothing if `may_fork` is false."""
+    """Handle of the fork server in the driver. The handle does nothing if `may_fork` is false."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,7 +59,7 @@ class ForkServer:
         self.import_for(wanted)
 
     def import_for(self, wanted: Mapping[str, Any]) -> None:
-        """Import the modules of a request (see `wanted_by`) with its variables set in the environment."""
+        """Import the modules of a request (see `wanted_by`), with the request's variables set in the environment."""
         if self._process is None:
             return
         from_start = wanted["variables"][MEGATRON]
@@ -125,9 +126,10 @@ def wanted_by(plan: RunPlan) -> dict[str, Any]:
 
 
 def may_fork() -> bool:
-    """Whether workers may be forks; false in a joined cluster, and if the user has disabled the fork server.
+    """Whether workers may be forks.
 
-    Only NVIDIA's driver for Linux shows whether a process has initialised its devices. With other drivers, workers are
+    Workers are new processes in a joined cluster, and if the user has disabled the fork server. Only NVIDIA's driver
+    for Linux shows whether a process has initialised its devices. On machines with another GPU driver, workers are
     therefore not forks.
     """
     can_tell = not has_gpu_driver() or has_nvidia_driver()
@@ -157,9 +159,10 @@ def is_open() -> bool:
 
 
 def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables with which a worker starts as a fork of server `kind`; empty without preloading.
+    """Return the environment variables with which a worker starts as a fork of the server `kind`.
 
-    `system_envs` are the variables that the run and the worker's role set.
+    The result is empty if the worker must start without preloaded libraries. `system_envs` are the variables that the
+    run and the worker's role set.
     """
     served = json.loads(os.environ.get(SERVED, "{}"))
     return {KIND: kind} if is_open() and needed(kind, system_envs) == served.get(kind, {}) else {}
@@ -186,13 +189,20 @@ def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that a server of `kind` must set before it imports, so that forks equal new processes."""
+    """Return the variables that a server of `kind` must set before it imports libraries.
+
+    With these variables, a fork of the server has the same settings as a new process.
+    """
     of_vllm = {name: str(value) for name, value in variables.items() if name.startswith(VLLM_PREFIX)}
     return read_at_import(variables) | (of_vllm if kind == ENGINES else {})
 
 
 def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
-    """Return the import-time variables of each server (Megatron, engines): the variables equal in all its roles."""
+    """Return the variables of each server (Megatron, engines) that libraries read at import.
+
+    Both servers get the variables that are equal in all roles. The server of the engines also gets vLLM's variables
+    that are equal in all engines.
+    """
     megatron, engines = ([role.env for role in roles.values()] for roles in (plan.megatron_roles(), _engines(plan)))
     from_start = _shared([read_at_import({**plan.env, **env}) for env in (*megatron, *engines)])
     of_vllm = _shared([needed(ENGINES, {**plan.env, **env}) for env in engines])
@@ -201,7 +211,7 @@ def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
 
 
 def cold_roles(plan: RunPlan, served: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return role -> variables that differ from the server's, for each role that starts without preloading."""
+    """Return, for each role that starts without preloading, the variables that differ from the server's variables."""
     roles = [(name, MEGATRON, role.env) for name, role in plan.megatron_roles().items()]
     roles += [(name, ENGINES, role.env) for name, role in _engines(plan).items()]
     wanted = {name: (needed(kind, {**plan.env, **env}), served[kind]) for name, kind, env in roles}

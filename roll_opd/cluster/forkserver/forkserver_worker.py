@@ -66,7 +66,7 @@ class ForkedContext(ForkServerContext):
 
 
 def _set_up_fork(kind: type[ForkedProcess], environment: dict[str, str], output: Any, errors: Any) -> ForkedProcess:
-    """Set the environment, threads and output of this fork as in a new process, before its task is unpickled."""
+    """Give this fork the environment, threads and output of a new process, before the fork's task is unpickled."""
     import tempfile
 
     import torch
@@ -107,7 +107,7 @@ def _run_program(arguments: list[str]) -> None:
 
 
 def _setup() -> None:
-    """Start the worker as a fork; for a worker without preloading, run Ray's `setup_worker.py`."""
+    """Start the worker as a fork. If the worker starts without preloading, run Ray's `setup_worker.py` instead."""
     program, *arguments = sys.argv[1:]
     context = next((each for each in arguments if each.startswith(CONTEXT)), CONTEXT + "{}")
     variables = json.loads(context.removeprefix(CONTEXT)).get("env_vars", {})

@@ -1,7 +1,7 @@
 """Connection between two hosts that transfers JSON objects, one per line, and heartbeats.
 
-Missing heartbeats show that a host was lost by a power or network failure. Packet loss for 20 s does not count as a
-failure, because TCP retransmits after at most 26 s.
+Missing heartbeats show that a host was lost by a power or network failure. The timeout is so long that a packet loss of
+20 s does not count as a failure, because TCP sends the lost packets again after at most 26 s.
 """
 
 import json

@@ -22,7 +22,7 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts; the version of this package includes a hash of its files."""
+    """Return the versions that must be equal on all hosts. The version of this package includes a hash of its files."""
     package = Path(roll_opd.__file__).parent
     files = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -39,7 +39,7 @@ def count_gpus() -> int:
 
 
 def model_files(path: str) -> dict[str, int]:
-    """Return the size in bytes of each model file that is loaded; empty without a config.json."""
+    """Return the size in bytes of each model file that is loaded. The result is empty if there is no config.json."""
     directory = Path(path)
     if not (directory / "config.json").is_file():
         return {}
@@ -53,7 +53,10 @@ def look(models: Sequence[str], directory: str | None, nonce: str) -> dict[str, 
 
 
 def _answer(directory: Path, nonce: str) -> str:
-    """Create a file next to `nonce`; return its name, or "" if `nonce` is missing or `directory` is not writable."""
+    """Create a file in `directory` next to the file `nonce`, and return the name of the new file.
+
+    Return "" if `nonce` is missing or if `directory` is not writable.
+    """
     name = f"{nonce}.{os.urandom(8).hex()}"
     if not wait_for_file(directory / nonce):
         return ""

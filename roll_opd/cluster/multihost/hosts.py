@@ -28,7 +28,8 @@ class Hosts:
     def __init__(self, host: LaunchedHost, again: float = 0.0) -> None:
         """Listen for the other hosts. Raises LaunchError if the port is in use.
 
-        `again`: how many seconds the other hosts wait for a restarted driver; 0: the run is not restarted.
+        `again` is the number of seconds for which the other hosts wait for a restarted driver. It is 0 if the run is
+        not restarted.
         """
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
@@ -64,8 +65,8 @@ class Hosts:
     def check(self, models: Sequence[str], directory: str | None, devices: int) -> None:
         """Check versions, `models`, GPUs and the shared `directory` on all hosts; LaunchError lists all problems.
 
-        If `directory` is None, it is not checked. `devices` is the number of GPUs that each host needs if the hosts
-        have GPUs.
+        If `directory` is None, no shared directory is checked. `devices` is the number of GPUs that each host needs if
+        the hosts have GPUs.
         """
         own, problems = self._facts[0], list(self._refused)
         mine = {path: host_facts.model_files(path) for path in models}
@@ -111,7 +112,7 @@ class Hosts:
             channel.send(ranks={**command, "host": rank})
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """From a thread, call `lost` with a message for each host that is lost or fails."""
+        """Start a thread that calls `lost` with a message for each host that is lost or fails."""
 
         def run() -> None:
             while True:
@@ -124,7 +125,7 @@ class Hosts:
         threading.Thread(target=run, daemon=True).start()
 
     def end(self, code: int, *, again: bool = False) -> None:
-        """Make the other hosts exit with `code`; if `again` is set, they wait for a restarted driver instead."""
+        """Make the other hosts exit with `code`; if `again` is set, make them wait for a restarted driver instead."""
         self._await_all(time.monotonic() + self._late)
         for channel in self._channels.values():
             channel.send(end=code, again=again)
@@ -216,16 +217,17 @@ class Hosts:
 
 
 def dismiss(host: LaunchedHost, code: int) -> None:
-    """Make the waiting hosts exit with `code`, because the run cannot start."""
+    """Make the hosts that wait for host 0 exit with `code`, because the run cannot start."""
     with suppress(LaunchError):
         Hosts(host).end(code)
 
 
 @contextmanager
 def _nonce(directory: Path) -> Iterator[tuple[str, Callable[[str], Path]]]:
-    """Create a file in `directory` for the block; yield its name, and a function that registers files to remove.
+    """Create a file in `directory`; yield the name of the file, and a function that registers other files for removal.
 
-    The function takes a file name and returns the path. At the end, the block removes the files and new directories.
+    The function takes a file name and returns the path of the file. At the end of the block, the created file, the
+    registered files and the directories that were created for them are removed.
     """
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     name = f".hosts_{uuid.uuid4().hex}"

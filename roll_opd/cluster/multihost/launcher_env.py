@@ -103,7 +103,7 @@ def first_node(nodes: str) -> str:
 
 
 def _is_of_one_process(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm has started only this process: as the script of an sbatch job, or from a shell (srun --pty)."""
+    """Whether Slurm has started only this process, as the script of an sbatch job or from a shell (srun --pty)."""
     return "SLURM_PTY_PORT" in environ or (environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ)
 
 

@@ -90,7 +90,7 @@ class _Worker:
                 return int(message["end"])
 
     def _connected(self, inbox: "queue.Queue[Any]") -> HeartbeatChannel | None:
-        """Connect to the driver; return the connection, None after the timeout or a signal."""
+        """Connect to the driver and return the connection. Return None after the timeout or a signal."""
         deadline = time.monotonic() + self._again
         why = ""
         while not self._signals:
@@ -126,7 +126,7 @@ class _Node:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, program: str, request: dict[str, Any]) -> None:
-        """Start a program of this package with `request` as its standard input; put its messages into the inbox."""
+        """Start a program of this package, write `request` to its standard input, and put its output into the inbox."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.{program}"],
             stdin=subprocess.PIPE,

@@ -42,7 +42,10 @@ def nothing(why: str) -> Rule:
 
 
 def only(*harmless: Any, instead: str) -> Rule:
-    """Return the rule for a key: `harmless` values are ignored, other values are rejected with the remedy `instead`."""
+    """Return the rule for a key whose `harmless` values are ignored.
+
+    Other values are rejected, and the error shows the remedy `instead`.
+    """
     return Rule(harmless=harmless, why=instead)
 
 
@@ -59,12 +62,12 @@ _OWN_LOADER = nothing("the package has its own data loader")
 _NO_BUFFER = nothing("a step's experiences go to training without a buffer")
 _NO_RETRY = nothing("a failed run is dropped (on_workflow_error), a dead process is replaced")
 _TEMPLATE = only(None, "", instead="move it to chat_template in the model's tokenizer_config.json, remove the key")
-_IMAGES = only(None, "", {}, instead="rows with images cannot be trained on; remove it")
+_IMAGES = only(None, "", {}, instead="rows with images cannot be trained on; remove the key")
 
 _EXTERNAL = only(None, {}, {"enable": False}, instead="the run starts its own engines; remove the section")
 _ROPE = only(None, {}, instead="move it to the model's config.json, remove the key")
 _CODE = nothing("code of a model directory is never run")
-_LORA = only(False, None, [], {}, instead="LoRA is not available; remove it")
+_LORA = only(False, None, [], {}, instead="LoRA is not available; remove the key")
 _LONG_PROMPT = nothing("on_long_prompt handles prompts that are too long")
 _LOGPROBS = nothing("log-probs of sampled tokens are always recorded")
 _THINKING = nothing("the model's chat template decides; a workflow may pass chat_template_kwargs")
@@ -72,7 +75,7 @@ _THINKING = nothing("the model's chat template decides; a workflow may pass chat
 _SELECTOR: dict[str, Rule] = {}
 for _name in ("task_selector", "data_selector"):  # names up to version 0.5, and since 0.6
     _SELECTOR[f"{_name}.selector_type"] = only(
-        "sequential", "shuffle", "random", instead="rows are shuffled in each epoch; remove it"
+        "sequential", "shuffle", "random", instead="rows are shuffled in each epoch; remove the key"
     )
     _SELECTOR |= _below(_name, _all(NOTHING, "seed feature_keys kwargs"))
 
@@ -109,8 +112,8 @@ ENGINE_KEYS: dict[str, Rule] = {
     "enable_auto_tool_choice": nothing("tools of a request may always be called"),
     "reasoning_parser": nothing("thoughts are part of the response"),
     "tool_call_parser": nothing("a teacher generates no responses"),
-    "min_response_tokens": only(None, 0, 1, instead="responses have no minimum length; remove it"),
-    "ignore_eos": only(False, None, instead="a response ends at the model's stop token; remove it"),
+    "min_response_tokens": only(None, 0, 1, instead="responses have no minimum length; remove the key"),
+    "ignore_eos": only(False, None, instead="a response ends at the model's stop token; remove the key"),
     "chat_template": _TEMPLATE,
     **_all(_LORA, "enable_lora enable_runtime_lora_updating lora_modules lora_kwargs"),
     "logprobs": _LOGPROBS,
@@ -118,10 +121,12 @@ ENGINE_KEYS: dict[str, Rule] = {
     "enable_prompt_truncation": _LONG_PROMPT,
     **_all(only(1, 0, None, instead="use more engines (engine_num)"), "data_parallel_size"),
     **_all(only(1, 0, None, instead="engines support only tensor_parallel_size"), "pipeline_parallel_size"),
-    "enable_expert_parallel": only(False, None, instead="engines support only tensor_parallel_size; remove it"),
-    "extra_engine_args": only(None, {}, instead="override strategy_args.strategy_config of the role; remove it"),
-    "enable_multimodal": only(False, None, instead="images cannot be trained on; remove it"),
-    "enable_return_routed_experts": only(False, None, instead="routes of workflows are not recorded yet; remove it"),
+    "enable_expert_parallel": only(False, None, instead="engines support only tensor_parallel_size; remove the key"),
+    "extra_engine_args": only(None, {}, instead="override strategy_args.strategy_config of the role; remove the key"),
+    "enable_multimodal": only(False, None, instead="images cannot be trained on; remove the key"),
+    "enable_return_routed_experts": only(
+        False, None, instead="routes of workflows are not recorded yet; remove the key"
+    ),
     "external_model_config": _EXTERNAL,
     **_all(_ROPE, "rope_scaling rope_theta"),
     "base_port": nothing("endpoint_port sets the port of the policy's endpoint"),
@@ -187,11 +192,14 @@ KEYS: dict[str, Rule] = {
     ),
     "algorithm.entropy_loss_fn_args": PART,
     "algorithm.sample_strategy": only(
-        "default", "mix", None, instead="every experience is trained on once, in its step; remove it"
+        "default", "mix", None, instead="every experience is trained on once, in its step; remove the key"
     ),
     "algorithm.sample_strategy_args": PART,
     "algorithm.add_strategy": only(
-        None, "", "reward_variance", instead="algorithm_type: multi_step_grpo compares runs of several steps; remove it"
+        None,
+        "",
+        "reward_variance",
+        instead="algorithm_type: multi_step_grpo compares runs of several steps; remove the key",
     ),
     "algorithm.use_token_level_loss": NOTHING,
     "algorithm.loss_agg_mode": to("loss_agg_mode"),
@@ -200,16 +208,18 @@ KEYS: dict[str, Rule] = {
         None,
         {},
         {"bypass_mode": True},
-        instead="use train_infer_correction for the mismatch of log-probs; remove it",
+        instead="use train_infer_correction for the mismatch of log-probs; remove the key",
     ),
-    "algorithm.enable_router_replay": only(False, None, instead="routes of workflows are not recorded yet; remove it"),
+    "algorithm.enable_router_replay": only(
+        False, None, instead="routes of workflows are not recorded yet; remove the key"
+    ),
     "algorithm.optimizer.clip_grad": PART,
     "algorithm.optimizer.lr": PART,
     "algorithm.optimizer.lr_warmup_steps": PART,
     "algorithm.optimizer.lr_warmup_steps_ratio": to("{train}.training_args.warmup_ratio"),
     "algorithm.optimizer.weight_decay": to("{train}.training_args.weight_decay"),
     **_below("algorithm.optimizer", _all(PART, "min_lr_ratio warmup_style lr_scheduler_type betas")),
-    "algorithm.optimizer.optimizer_type": only("adam", "adamw", instead="AdamW is the only optimizer; remove it"),
+    "algorithm.optimizer.optimizer_type": only("adam", "adamw", instead="AdamW is the only optimizer; remove the key"),
     "model.model_path": PART,
     "model.critic_model_path": PART,
     **_below("model", _all(PART, "max_model_len max_prompt_tokens max_response_tokens temperature top_p top_k")),
@@ -266,10 +276,10 @@ KEYS: dict[str, Rule] = {
     "explorer.max_repeat_times_per_runner": nothing("runs of a prompt are distributed over all processes"),
     "explorer.concurrent_mode": nothing("runs are concurrent threads and coroutines"),
     "explorer.over_rollout": only(
-        None, {}, {"ratio": 0.0}, instead="is_use_additional_prompts samples more prompts than needed; remove it"
+        None, {}, {"ratio": 0.0}, instead="is_use_additional_prompts samples more prompts than needed; remove the key"
     ),
     "explorer.dynamic_timeout": only(
-        None, {}, {"enable": False}, instead="max_timeout (workflow_timeout) is the only limit; remove it"
+        None, {}, {"enable": False}, instead="max_timeout (workflow_timeout) is the only limit; remove the key"
     ),
     "explorer.eval_interval": PART,
     "explorer.eval_on_startup": nothing("a run with validation always starts with a validation"),
@@ -289,7 +299,7 @@ KEYS: dict[str, Rule] = {
         | _all(PART, "context_parallel_size expert_model_parallel_size sequence_parallel"),
     ),
     "trainer.megatron.expert_tensor_parallel_size": only(
-        None, 1, instead="experts are split by expert_model_parallel_size; remove it"
+        None, 1, instead="experts are split by expert_model_parallel_size; remove the key"
     ),
     "trainer.critic_warmup": PART,
     "trainer.use_remove_padding": nothing("sequences are packed without padding"),
@@ -314,7 +324,9 @@ KEYS: dict[str, Rule] = {
     "monitor.monitor_type": to("track_with"),
     "monitor.monitor_args": to("tracker_kwargs"),
     **_below("monitor", _all(NOTHING, "enable_ray_timeline detailed_stats cache_dir")),
-    "data_processor.task_pipeline": only(None, {}, instead="process the rows before the run, into a file; remove it"),
+    "data_processor.task_pipeline": only(
+        None, {}, instead="process the rows before the run, into a file; remove the key"
+    ),
     "data_processor.experience_pipeline": PART,
     "service": only(None, {}, {"data_juicer": None}, instead="other services are not supported; remove the section"),
     "stages": only(
