@@ -1,8 +1,9 @@
 """The teacher preflight: student and teacher score a few samples before the first update, and `teacher_checks` judges
 their log-probs. See docs/teacher-preflight.md.
 
-The samples are the first samples of the run, so the preflight generates none; it compares the log-probs of the first
-update with a second computation. It does not change random state, so a run's results are the same with and without it.
+The preflight uses the first samples of the run and generates no other samples. It computes the log-probs of the first
+update a second time and compares the two results. The preflight does not change any random state, so it has no effect
+on the results of a run.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ ANSWERS = ("response", "completion", "output", "solution", "answer")  # columns 
 
 
 class TeacherPreflight:
-    """Checks each teacher of a run on its first scored samples."""
+    """Checks each teacher of a run on the first samples that the teacher has scored."""
 
     def __init__(
         self,
@@ -59,9 +60,9 @@ class TeacherPreflight:
         self._left = list(teachers) if mode is not False else []
 
     async def check(self, experiences: Sequence[Sample], temperature: float) -> None:
-        """Check and report every teacher that has scored some of `experiences` and has not been checked yet.
+        """Check the teachers that have scored some of `experiences` and have not been checked yet. Report the checks.
 
-        RunError if a check fails, unless the mode is `warn`.
+        Raises RunError if a check fails and the mode is not `warn`.
         """
         for teacher in list(self._left):
             taught = [e for e in experiences if teacher.plan.name in e.teacher_logprobs]
@@ -75,7 +76,7 @@ class TeacherPreflight:
             if failed and self._mode != "warn":
                 raise RunError(
                     f"the preflight of teacher {teacher.plan.name} failed: {failed.check}: {failed.value};"
-                    f" {failed.meaning}. Set teacher_preflight: warn to continue nevertheless"
+                    f" {failed.meaning}. To continue despite a failed check, set teacher_preflight: warn"
                 )
 
     async def _check(self, teacher: Teacher, chosen: Sequence[Sample], temperature: float) -> list[Check]:
@@ -129,7 +130,10 @@ class TeacherPreflight:
 
 
 def _chosen(experiences: Sequence[Sample]) -> list[Sample]:
-    """Return a few samples, spread over the step; more if their responses are short."""
+    """Return a few truncated samples that are spread evenly over the step.
+
+    The number of samples is larger if their responses are short.
+    """
     cut = [_cut(experience) for experience in experiences]
     written = [experience for experience in cut if experience.action_tokens]
     stride = max(1, -(-len(written) // PREFLIGHT_SAMPLES))
@@ -164,17 +168,20 @@ def _logprobs(answers: Sequence[TeacherAnswer]) -> np.ndarray:
 
 
 def _column(answers: Sequence[TeacherAnswer], name: str) -> np.ndarray:
-    """Return an array of all answers, concatenated, [N, K]; K is 0 if the scorer does not return that array."""
+    """Concatenate the arrays `name` of all answers, [N, K]. K is 0 if the scorer does not return these arrays."""
     return np.concatenate([a.arrays.get(name, np.zeros((len(a.logprobs), 0), np.float32)) for a in answers])
 
 
 def _sorted(answer: TeacherAnswer) -> np.ndarray:
-    """Return log-prob and sorted top-k of each token of an answer, f32 [T-P, 1 + K]."""
+    """Return the log-prob and the sorted top-k log-probs of each token of an answer, f32 [T-P, 1 + K]."""
     return np.column_stack([answer.logprobs, _column([answer], "topk_logprobs")])
 
 
 def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
-    """Return the prompts of samples, each followed by the answer in its row; empty if rows have no answers."""
+    """Return samples that consist of a prompt and the answer in the prompt's row.
+
+    The list is empty if the rows have no answers.
+    """
     texts = {}
     for number, experience in enumerate(chosen):
         found = (experience.extra.get(name) for name in ANSWERS)
@@ -195,7 +202,10 @@ def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
 
 
 def _scored_from(first: int | None, text: Sample) -> Sample:
-    """Return `text` with token number `first` as the first scored token; None: only its response is scored."""
+    """Return `text` with token number `first` as its first scored token.
+
+    If `first` is None, only the response is scored.
+    """
     return text if first is None else changed(text, prompt_length=first)
 
 
@@ -215,13 +225,16 @@ def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
 
 
 def _size_of(student: ModelInfo, teacher: ModelInfo) -> Check:
-    """Return numbers of layers and parameters from the models' files, with hints if layers may be missing."""
+    """Return a check of the numbers of layers and parameters, which are read from the models' files.
+
+    The check has hints if layers may be missing.
+    """
     window_layers = read_json(teacher.path / "config.json").get(WINDOW_LAYERS)
     hints = list(lost_layer_hints(teacher.path, teacher.layers, teacher.parameters, window_layers))
     sizes = [f"{one.layers} layers {_counted(one.parameters)}" for one in (teacher, student)]
     meaning = (
-        "numbers of layers and parameters; a model without its last layers loads without an error, but is a"
-        " weaker teacher"
+        "numbers of layers and parameters of the teacher and the student; a teacher whose files lack the last layers"
+        " loads without an error, but is weaker"
     )
     if hints:
         meaning = f"{'; '.join(hints)}: if layers are missing, download the complete model"
@@ -233,7 +246,10 @@ def _counted(parameters: int) -> str:
 
 
 def _in_run(text: Sample, teacher: str, first: int | None) -> np.ndarray:
-    """Return the log-prob that the update reads for every scored token; NaN in prompts and in answers of rows."""
+    """Return the log-prob that the update uses for each scored token.
+
+    The value is NaN for tokens of prompts and for answers from rows, because the update does not use these tokens.
+    """
     start = _scored_from(first, text).prompt_length
     found = np.full(len(text.tokens) - start, np.nan, np.float32)
     if not text.demonstration:
@@ -242,7 +258,7 @@ def _in_run(text: Sample, teacher: str, first: int | None) -> np.ndarray:
 
 
 def _observed(texts: Sequence[Sample], first: int | None) -> np.ndarray:
-    """Return a mask of the scored tokens from an environment, a tool or a user, bool [N]."""
+    """Return a mask of the scored tokens that come from an environment, a tool or a user, bool [N]."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) - e.prompt_length for e in texts]
     return np.concatenate(
         [(place >= 0) & ~e.action_mask[np.maximum(place, 0)] for e, place in zip(texts, places, strict=True)]
@@ -261,7 +277,10 @@ def _uncovered(texts: Sequence[Sample], answers: Sequence[TeacherAnswer], teache
 
 
 def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
-    """Return masks of the scored tokens: sampled, in a prompt, in a row's answer, and ends of samples."""
+    """Return four masks of the scored tokens, bool [N] each.
+
+    The masks mark sampled tokens, prompt tokens, tokens of an answer from a row, and tokens that end a sample.
+    """
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) for e in texts]
     of_row = np.concatenate([np.full(len(place), e.demonstration) for e, place in zip(texts, places, strict=True)])
     behind = np.concatenate([place >= e.prompt_length for e, place in zip(texts, places, strict=True)])
@@ -280,12 +299,12 @@ def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) 
 
 
 def _tokens(student: ModelInfo, teacher: ModelInfo) -> list[Check]:
-    """Compare the tokens of student and teacher, read from their files."""
+    """Compare the tokenizers of student and teacher, which are read from the models' files."""
     found = compare_tokenizers(student.path, teacher.path)
     ids = f"{found.only_student} only in the student, {found.only_other} only in the teacher"
     same = (
-        f"every token id of the student is the same token for the teacher; the models have {student.vocab} and"
-        f" {teacher.vocab} rows, and rows without a token are padding"
+        f"every token id of the student means the same token for the teacher; the student has {student.vocab} rows"
+        f" and the teacher {teacher.vocab} rows, and rows without a token are padding"
     )
     differences = "; ".join(found.differences)
     return [
@@ -294,8 +313,8 @@ def _tokens(student: ModelInfo, teacher: ModelInfo) -> list[Check]:
             "templates, special tokens",
             f"{len(found.differences)} of them differ" if differences else "the same",
             "warning" if differences else "ok",
-            f"{differences}; the run uses the student's, with which the teacher may not have been trained"
+            f"{differences}; the run uses the student's version, with which the teacher may not have been trained"
             if differences
-            else "chat template, special tokens and the tokens that end answers",
+            else "comparison of the chat templates, the special tokens, and the tokens that end answers",
         ),
     ]

@@ -1,10 +1,10 @@
 """The reach of a teacher's context: a change of early text must change the log-probs of all later tokens.
 
-A teacher with a truncated context computes plausible log-probs, but they do not change by a single bit if text beyond
-the context changes. The original and the changed text have the same length, so micro-batches and shapes are the same
-and rounding causes no difference. Noise could only hide a fault.
+The log-probs of a teacher with a truncated context look plausible, but do not change at all if the text beyond the
+context changes. The original and the changed text have the same length. The micro-batches and shapes are therefore the
+same, and rounding causes no difference. Noise could only hide a truncated context.
 
-Legend: T tokens of a text, N of them scored, K tokens of a top-k.
+Legend for array axes: T is the number of tokens of a text, N the number of scored tokens, and K the k of the top-k.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ FAR = 0.8  # fraction of the tested distance at which a change must still have a
 
 @dataclass(frozen=True)
 class Change:
-    """A text with a part in reverse order."""
+    """A text in which the tokens of one part have been reversed."""
 
     tokens: np.ndarray  # int64 [T]
     end: int  # number of the first token after the part
@@ -31,7 +31,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Reach:
-    """Distances, in tokens, from the end of a changed part to the last changed log-prob and to the last token."""
+    """Two distances in tokens from the end of a changed part: to the last changed log-prob, and to the last token."""
 
     seen: int
     tested: int
@@ -43,9 +43,11 @@ class Reach:
 
 
 def changes(texts: Sequence[np.ndarray]) -> list[Change]:
-    """Return each text with one of its `PARTS` parts reversed: part 1 of the first text, part 2 of the second.
+    """Return each text with one of its `PARTS` parts reversed.
 
-    The last part is never changed, as no text follows it.
+    In the first text part 1 is reversed, in the second text part 2, and so on.
+
+    The last part is never reversed, because no text follows it.
     """
     found = []
     for number, tokens in enumerate(texts):
@@ -58,19 +60,29 @@ def changes(texts: Sequence[np.ndarray]) -> list[Change]:
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return, for each token, the largest difference between two arrays [N, 1 + K] of log-prob and top-k, f64 [N]."""
+    """Return the largest absolute difference of two arrays for each token, f64 [N].
+
+    Each array [N, 1 + K] has the log-prob and the top-k log-probs of each token.
+    """
     return np.abs(one.astype(np.float64) - other).max(1)
 
 
 def reach(differences: np.ndarray, first: int, end: int) -> Reach:
-    """Return distances from `end` to the last change and the last token; `differences` [N] start at token `first`."""
+    """Return the distances from token `end` to the last changed log-prob and to the last token.
+
+    `differences` [N] has one value for each token from token `first` on.
+    """
     distances = first + np.arange(len(differences)) - end
     seen = distances[~(differences <= SMALLEST) & (distances >= 0)]
     return Reach(int(seen.max(initial=0)), int(distances.max(initial=0)))
 
 
 def reach_check(found: Sequence[Reach]) -> Check:
-    """Return the verdict: failed if two changes, or the change farthest back, have no effect at the text's end."""
+    """Return the check of the teacher's reach.
+
+    The check fails if two or more changes have no effect on the end of the text, or if the change with the largest
+    tested distance has none. A single other change without an effect gives a warning.
+    """
     farthest = max(found, key=lambda one: one.tested)
     short = [one for one in found if one.falls_short]
     verdict: Verdict = "warning" if short else "ok"
@@ -83,8 +95,8 @@ def reach_check(found: Sequence[Reach]) -> Check:
         )
     return Check(
         "reach of its context",
-        f"{value}; {len(short)} of {len(found)} changes not seen",
+        f"{value}; {len(short)} of {len(found)} changes have no effect at the end",
         verdict,
-        "changes of earlier text leave the teacher's log-probs exactly the same: its context is truncated by an"
-        " attention window, by a limit on the length, or because its prompt is cut",
+        "changes of early text have no effect on the log-probs at the end: the teacher's context is truncated by an"
+        " attention window, by a limit on the length, or by a truncation of its prompt",
     )

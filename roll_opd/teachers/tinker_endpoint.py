@@ -1,7 +1,9 @@
-"""Client of Tinker's service: `TinkerEndpoint` sends requests with the package `tinker`, written for version 0.38.0.
+"""Client of Tinker's service. `TinkerEndpoint` sends requests with the package `tinker`.
 
-The package has its own HTTP client, session and retries. `Endpoint` limits time and number of requests and repeats
-requests as for other servers.
+This code is written for version 0.38.0 of the package.
+
+The package has a separate HTTP client, session and retries. As for other servers, `Endpoint` limits the duration and
+the number of requests, and repeats failed requests.
 """
 
 import asyncio
@@ -19,7 +21,7 @@ WEIGHTS = "tinker://"  # prefix of paths of saved weights; other names are base 
 
 
 class TinkerEndpoint(Endpoint):
-    """An `Endpoint` for bodies and answers of `http_protocols.Tinker`."""
+    """An `Endpoint` that sends the request bodies of `http_protocols.Tinker` and returns the answers."""
 
     def __init__(
         self,
@@ -31,14 +33,14 @@ class TinkerEndpoint(Endpoint):
         *,
         gives_up: bool = True,
     ) -> None:
-        """Check that the package is installed. RunError if it is missing.
+        """Create the endpoint. Raises RunError if the package `tinker` is not installed.
 
         Args:
-            model: a base model, or a path of weights such as tinker://RUN/sampler_weights/NAME.
-            key: API key; empty: the package's own (TINKER_API_KEY).
+            model: the name of a base model, or the path of saved weights, such as tinker://RUN/sampler_weights/NAME.
+            key: the API key. If it is empty, the package reads the key from the environment variable TINKER_API_KEY.
         """
         if importlib.util.find_spec("tinker") is None:
-            raise RunError("http.server: tinker needs the package tinker; run pip install tinker")
+            raise RunError("http.server: tinker requires the package tinker; run pip install tinker")
         super().__init__(url, {"X-API-Key": key} if key else {}, limits, advice, gives_up=gives_up)
         self._model, self._key = model, key
         self._sampler: Any = None
@@ -59,7 +61,7 @@ class TinkerEndpoint(Endpoint):
             raise AttemptFailed(kind, self._excerpt(f"{type(error).__name__} {error}"), again) from None
 
     async def _started(self) -> Any:
-        """Return the `SamplingClient`; the first call starts a session of the service."""
+        """Return the `SamplingClient`. The first call starts a session of the service."""
         if self._sampler is None:
             if self._starting is None or self._starting.done():
                 self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))
@@ -75,7 +77,7 @@ class TinkerEndpoint(Endpoint):
 
 
 async def _sampled(sampler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of an answer."""
+    """Send a request and return the arrays of the answer."""
     from tinker import types
 
     ids = None if "ids" not in body else types.TensorData.from_numpy(np.array(body["ids"], np.int64))

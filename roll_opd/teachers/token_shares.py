@@ -1,4 +1,4 @@
-"""The fraction of a step's tokens that each teacher scores, with a warning if a teacher scores none."""
+"""The fraction of a step's tokens that each teacher scores. A warning is logged if a teacher scores no tokens."""
 
 import logging
 from collections import Counter
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class TokenShares:
-    """Fraction of tokens scored by each teacher, over the steps of a run."""
+    """Computes the fraction of each step's tokens that each teacher scored, and warns about teachers without tokens."""
 
     def __init__(self) -> None:
         self._without: Counter[str] = Counter()  # teacher -> number of consecutive steps without a token

@@ -1,4 +1,7 @@
-"""Find the text that a chat template writes around turns after an answer, by rendering a probe conversation."""
+"""Find the text that a chat template adds before and after a turn that follows an answer.
+
+A short conversation is rendered with the template to find this text.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +25,24 @@ class ObservedTurn:
 
 @dataclass(frozen=True)
 class TurnMarkup:
-    """The text around a turn between two answers, for each role."""
+    """The text that a chat template adds before and after a turn between two answers, for each role of the turn."""
 
     around: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # role -> text before and after the content
     end: str = ""  # text of the token that ends an answer; the text before the content starts with it
 
     def parts(self, role: str, *, ended: bool) -> tuple[str, str]:
-        """Return the text before and after the content; `ended`: the answer already has its end token."""
+        """Return (text before the content, text after the content).
+
+        Set `ended` if the answer before the turn already has its end token.
+        """
         before, after = self.around[role]
         return before.removeprefix(self.end) if ended else before, after
 
     def split(self, data: bytes, *, ended: bool) -> ObservedTurn | None:
-        """Return the turn that `data`, the text between two answers, encodes; None if it is not exactly one turn."""
+        """Parse `data`, the text between two answers.
+
+        Return the turn in the text, or None if the text is not exactly one turn.
+        """
         for role in self.around:
             before, after = (part.encode() for part in self.parts(role, ended=ended))
             if len(data) >= len(before) + len(after) and data.startswith(before) and data.endswith(after):
@@ -47,7 +56,10 @@ NO_MARKUP = TurnMarkup()
 
 
 def turn_markup(render: Render, end: str) -> TurnMarkup:
-    """Return a template's markup for the roles that it accepts; `end`: text of the token that ends an answer."""
+    """Return the markup of a chat template for each role that the template accepts.
+
+    `end` is the text of the token that ends an answer.
+    """
     around = {}
     for role in ROLES:
         turns = [

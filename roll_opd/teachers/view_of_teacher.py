@@ -19,7 +19,7 @@ from roll_opd.teachers.views import SameTokens, TeacherView
 
 
 def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
-    """Return the view of a teacher. ModelFilesError for tokenizer files that cannot be aligned."""
+    """Return the view of a teacher. Raises ModelFilesError if the tokenizers cannot be aligned."""
     if teacher.tokenizer is None:
         return SameTokens(teacher.name)
     template = TEMPLATES[teacher.context.template].source if teacher.context and teacher.context.template else None
@@ -42,7 +42,7 @@ def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
 
 
 def tokenizer_content(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer.json; without this file, convert the tokenizer from another format."""
+    """Return the content of tokenizer.json. Without this file, the tokenizer is converted from another format."""
     if (path / "tokenizer.json").is_file():
         return read_json(path / "tokenizer.json")
     converted: Any = load_tokenizer(str(path))
@@ -50,7 +50,10 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
 
 
 def turn_end_token(path: Path, template: str | None = None) -> int | None:
-    """Return the token that ends a turn in the template, else the end-of-sequence token; None if both are missing."""
+    """Return the token that ends a turn in the chat template.
+
+    If the template has no such token, return the end-of-sequence token. If this token is missing too, return None.
+    """
     found = turn_end(path, template)
     if found and found.ids and found.ids[0] >= 0:
         return found.ids[0]

@@ -1,6 +1,6 @@
-"""Views of teachers: which tokens a teacher scores for a sample, and how its answer maps to the student's tokens.
+"""A teacher's view selects the tokens that the teacher scores, and maps the scores to the student's tokens.
 
-Legend: T tokens of the student's sequence, P prompt tokens.
+Legend for array axes: T is the number of tokens of the student's sequence, and P the number of prompt tokens.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence, Wanted
 
 
 class TeacherView(Protocol):
-    """Mapping from a sample to a teacher's sequence, and from the answer back to the sample."""
+    """Maps a sample to the sequence that a teacher scores, and the teacher's answer back to the sample."""
 
     def reads(self, sample: Sample) -> TokenSequence:
         """Return the tokens that the teacher scores for a sample."""
 
     def wants(self, wanted: Wanted) -> Wanted:
-        """Return the targets to request from the scorer, so that `back` can return `wanted`."""
+        """Return the targets that must be requested from the scorer if `back` is to return the targets `wanted`."""
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
         """Return the scorer's answer to `reads(sample)`, mapped to the student's response tokens, [T-P]."""
@@ -28,7 +28,7 @@ class TeacherView(Protocol):
 
 @dataclass(frozen=True)
 class SameTokens:
-    """The view for a teacher with the student's token ids.
+    """The view of a teacher that has the same token ids as the student.
 
     The teacher scores the student's response after the teacher's prompt, or after the student's prompt if the sample
     has no prompt for the teacher.
@@ -37,7 +37,7 @@ class SameTokens:
     teacher: str
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return prompt and response tokens, and the length of the prompt."""
+        """Return the tokens of prompt and response, and the length of the prompt."""
         prompt = sample.teacher_prompts.get(self.teacher)
         if prompt is None:
             return sample.tokens, sample.prompt_length
@@ -48,7 +48,10 @@ class SameTokens:
         return wanted
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return `answer` unchanged. RunError unless it has exactly one log-prob for each response token."""
+        """Return `answer` unchanged.
+
+        Raises RunError if it does not have exactly one log-prob for each response token.
+        """
         if answer.logprobs.shape != (sample.response_length,):
             raise RunError(
                 f"teacher {self.teacher} returned log-probs of shape {answer.logprobs.shape} for sample {sample.id},"

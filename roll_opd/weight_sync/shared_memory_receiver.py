@@ -56,7 +56,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Map one bucket and load it with the model's `load_weights`.
+        """Map one bucket and load its weights with the model's `load_weights`.
 
         After this call, the sender may overwrite the bucket, because the tensors that incomplete layers still need are
         copied.

@@ -1,4 +1,4 @@
-"""The public interface for users' workflows. Workflows of Trinity-RFT run here after their imports are changed.
+"""The public interface for users' workflows. Workflows written for Trinity-RFT only need different imports.
 
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
@@ -133,5 +133,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_from_import(caller: FrameType) -> bool:
-    """Return whether a frame executes `from ... import ...`; `hasattr` and `getattr` need an AttributeError."""
+    """Return whether a frame executes `from ... import ...`.
+
+    In all other cases, an AttributeError is raised, because `hasattr` and `getattr` require it.
+    """
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"

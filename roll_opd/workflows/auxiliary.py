@@ -18,29 +18,29 @@ class AuxiliaryModel(ModelWrapper):
     """A frozen model in engines of this run. It is called like the policy, but its responses are not trained on."""
 
     def __init__(self, number: int, sampling: SamplingPlan, *args: Any, **settings: Any) -> None:
-        """Create model `number` of `auxiliary_models`; `sampling` has the defaults of its calls."""
+        """Create model `number` of `auxiliary_models`. `sampling` has the default sampling parameters of its calls."""
         super().__init__(*args, **settings)
         self._number, self._sampling = number, sampling
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """Default sampling parameters, under the names of OpenAI's chat completions."""
+        """The default sampling parameters, with the names that OpenAI's chat completions use."""
         return generate_kwargs(self._sampling)
 
     @property
     def history(self) -> list[Experience]:
-        """Empty: responses of auxiliary models are not recorded."""
+        """An empty list, because responses of auxiliary models are not recorded."""
         return []
 
     def branches(self) -> list[Experience]:
-        """Return an empty list: responses of auxiliary models are not recorded."""
+        """Return an empty list, because responses of auxiliary models are not recorded."""
         return []
 
     def _tree(self) -> CallTree:
         return CallTree(self.tokenizer)
 
     def _state(self) -> RunState:
-        """Return a new state for each call, because a run records only the number of calls to auxiliary models."""
+        """Return a new state for each call. The run keeps no state of auxiliary calls except their number."""
         run = self._run()
         run.auxiliary_calls += 1
         seed = (*run.seed, AUXILIARY_SEEDS + self._number, run.auxiliary_calls)
@@ -56,14 +56,15 @@ class RemoteResponse:
 
 
 class RemoteModel:
-    """A model on a server with an OpenAI-compatible API; it returns text without tokens or log-probs."""
+    """A model on a server with an OpenAI-compatible API. It returns text without tokens or log-probs."""
 
     def __init__(
         self, model_name: str, base_url: str, api_key: str, name: str | None = None, seconds: float | None = None
     ) -> None:
-        """Create a client for `model_name` of the server; `name` is its name in the configuration.
+        """Create a client for the model `model_name` of a server. `name` is the model's name in the configuration.
 
-        `seconds` is the timeout of one attempt (OpenAI's client makes three); None: the client's default.
+        `seconds` is the timeout of one attempt; None is the default of OpenAI's client. The client makes three
+        attempts.
         """
         self._limits = {} if seconds is None else {"timeout": seconds}
         self.base_url, self.api_key = base_url, api_key
@@ -85,7 +86,7 @@ class RemoteModel:
         return self._client(AsyncOpenAI)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return the responses to a conversation; `options` as in OpenAI's client. Raises openai.APIError."""
+        """Return the responses to a conversation. `options` are those of OpenAI's client. Raises openai.APIError."""
         with self.get_openai_client() as client:
             return _read(client.chat.completions.create(model=self.model_path, messages=messages, **options))
 
@@ -103,7 +104,8 @@ class RemoteModel:
         if name.startswith("_") or not hasattr(ModelWrapper, name):
             raise AttributeError(name)
         raise AttributeError(
-            f"{name}: {self.model_path} at {self.base_url} returns only text; run the model here if tokens are needed"
+            f"{name}: {self.model_path} at {self.base_url} returns only text; if tokens are needed, run the model"
+            " in engines of this run"
         )
 
 

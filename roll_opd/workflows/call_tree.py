@@ -5,7 +5,7 @@ call are then kept, and only the new text is tokenized. A response that occurs i
 sampled text, even if a client has serialized it differently (as a parsed tool call, for example). If a template renders
 earlier turns differently (without a thought, or with another system prompt), a new branch starts.
 
-Legend: T tokens of a call, P tokens of its prompt.
+Legend for array axes: T is the number of tokens of a call, and P the number of tokens of its prompt.
 """
 
 import hashlib
@@ -47,12 +47,12 @@ class Call:
 
     @cached_property
     def response(self) -> str:
-        """Text of the response without its end token, which the template adds."""
+        """Text of the response without its end token. The chat template adds this token again."""
         return self._text_of(without_end(self.tokenizer, self.completion.tokens, self.completion.finish_reason))
 
     @cached_property
     def conversation(self) -> bytes:
-        """`digest` of the messages and the answer."""
+        """The `digest` of the request's messages and the response."""
         return digest(reduce(digest, self.messages, b""), self.answer())
 
     def _text_of(self, tokens: np.ndarray) -> str:
@@ -71,12 +71,15 @@ class CallTree:
         self.calls: list[Call] = []
 
     def continued(self, text: str) -> Call | None:
-        """Return the longest call that `text` continues; of several equally long calls, the latest."""
+        """Return the longest call that `text` continues.
+
+        If several calls have this length, return the latest of them.
+        """
         found = [call for call in self.calls if text.startswith(call.text)]
         return max(reversed(found), key=lambda call: len(call.text), default=None)
 
     def restored(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with each earlier response replaced by its sampled text."""
+        """Return a copy of `messages` in which each earlier response is replaced by its sampled text."""
         if not self.calls or not any(message.get("role") == "assistant" for message in messages):
             return [dict(message) for message in messages]
         known = {call.conversation: call for call in self.calls}
@@ -88,7 +91,10 @@ class CallTree:
         return found
 
     def tokens(self, text: str) -> tuple[np.ndarray, Call | None]:
-        """Return the tokens of a prompt, int64 [P], and the call that the prompt continues, or None."""
+        """Return the tokens of a prompt, int64 [P], and the call that the prompt continues.
+
+        The call is None if the prompt starts a new branch.
+        """
         parent = self.continued(text)
         new = text[len(parent.text) :] if parent else text
         own = np.array(token_ids(self._tokenizer, [new], [parent is None])[0], dtype=np.int64)
@@ -104,7 +110,7 @@ class CallTree:
         tools: Sequence[Mapping[str, Any]],
         answer: Callable[[], Mapping[str, Any]],
     ) -> Call:
-        """Add a response to the prompt `tokens`; `answer` returns it as an assistant message."""
+        """Add a response to the prompt `tokens`. The callable `answer` returns the response as an assistant message."""
         whole = np.concatenate([tokens, completion.tokens])
         self.calls.append(
             Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, tools, answer, parent)
@@ -114,7 +120,8 @@ class CallTree:
     def branches(self) -> list[tuple[Experience, Call]]:
         """Return (experience, last call) for each branch.
 
-        Every response is trained on once: if several branches share a response, it counts in the first branch.
+        Every response is trained on once. If several branches share a response, only the first of these branches trains
+        on it.
         """
         learned: set[Call] = set()
         found = []
@@ -143,7 +150,7 @@ def _special(tokenizer: Any) -> dict[int, str]:
 
 
 def without_end(tokenizer: Any, tokens: np.ndarray, finish_reason: str) -> np.ndarray:
-    """Return a response's tokens without its end token, which the template adds."""
+    """Return a response's tokens without its end token. The chat template adds this token again."""
     ended = finish_reason == "stop" and len(tokens) and int(tokens[-1]) in _special(tokenizer)
     return tokens[:-1] if ended else tokens
 
@@ -157,10 +164,11 @@ def without_special(tokenizer: Any, text: str | None) -> str:
 
 
 def digest(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """Return the digest of a conversation whose last message is `message`; `before` is the digest of the messages
-    before it.
+    """Return the digest of a conversation whose last message is `message`.
 
-    Ids of tool calls and spaces in their arguments do not change the digest.
+    `before` is the digest of the previous messages.
+
+    The digest does not depend on the ids of tool calls or on spaces in the arguments of tool calls.
     """
     role, content = message.get("role"), message.get("content")
     content = "" if content is None else content
@@ -183,7 +191,7 @@ def _read(arguments: Any) -> Any:
 def experience(path: Sequence[Call], without: "set[Call] | frozenset[Call]" = frozenset()) -> Experience:
     """Return a path of calls as one experience.
 
-    Tokens between responses are masked, as are the responses of the calls listed in `without`.
+    The action mask is False for the tokens between responses and for the responses of the calls in `without`.
     """
     first, last = path[0], path[-1]
     length = len(last.tokens) - first.start

@@ -1,4 +1,4 @@
-"""MLflow tracker; writes a SQLite file in the run directory unless a tracking URI is given."""
+"""MLflow tracker. It writes a SQLite file in the run directory unless a tracking URI is given."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""SwanLab tracker; without a login it writes files for a later `swanlab sync`."""
+"""SwanLab tracker. Without a login, it writes files that `swanlab sync` can upload later."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ from roll_opd.tracking.trackers import as_list, register, run_id
 
 @register("swanlab", packages=("swanlab",))
 class SwanlabTracker:
-    """SwanLab run; offline if the login fails."""
+    """Writes to a SwanLab run. The run is offline if the login fails."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Weights & Biases tracker; without a login it writes files for a later `wandb sync`."""
+"""Weights & Biases tracker. Without a login, it writes files that `wandb sync` can upload later."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ SETTINGS = {"console": "off", "init_timeout": 20.0, "finish_timeout": 20.0}
 
 @register("wandb", packages=("wandb",))
 class WandbTracker:
-    """W&B run; offline if the server cannot be reached."""
+    """Writes to a W&B run. The run is offline if the server cannot be reached."""
 
     def __init__(
         self,

@@ -21,24 +21,27 @@ OUTPUT_TAIL_BYTES = 4000  # bytes of a command's stdout or stderr that are kept
 
 @WORKFLOWS.register_module("agent_workflow", arguments=("agent", "command", "experiences"))
 class AgentWorkflow(Workflow):
-    """Run an agent on a row; train on the requests that the agent sends to the policy's endpoint.
+    """Run an agent on a row, and train on the responses to the requests that the agent sends to the policy's endpoint.
 
     `workflow_args` has either
 
     - `agent`: the dotted path of a function or coroutine function (row, base_url, api_key) that returns the reward
       or None;
-    - `command`: the argument list of a process, in which {base_url} and {api_key} are replaced. The process gets the
-      row as JSON on stdin, and address and key in OPENAI_BASE_URL and OPENAI_API_KEY. Its last line of output may be
-      the reward: a number, or JSON with `reward` and `metrics`.
+    - `command`: the argument list of a process. {base_url} and {api_key} in the arguments are replaced. The process
+      gets the row as JSON on stdin, the address in OPENAI_BASE_URL and the key in OPENAI_API_KEY. The last line of its
+      output may be the reward, as a number or as JSON with `reward` and `metrics`.
 
-    and optionally `experiences`: `branch` (default) makes one experience per conversation, `call` one per request. The
-    agent may also post its reward (`POST {base_url}/reward`). Without a reward from the agent, the configuration's
-    rewards score the experiences.
+    Optionally it also has `experiences`: `branch` (default) makes one experience per conversation, and `call` makes one
+    experience per request. The agent may also post its reward (`POST {base_url}/reward`). If the agent returns no
+    reward, the configuration's rewards score the experiences.
     """
 
     @staticmethod
     def check_arguments(arguments: Mapping[str, Any]) -> None:
-        """Check `workflow_args`; raise WorkflowError if the agent does not take three arguments."""
+        """Check `workflow_args`.
+
+        Raises WorkflowError if they are not valid or if the agent does not take three arguments.
+        """
         try:
             agent, _ = _agent(arguments)
         except (ValueError, ImportError) as error:
@@ -60,13 +63,13 @@ class AgentWorkflow(Workflow):
         return agent is None or inspect.iscoroutinefunction(agent)
 
     def run(self) -> list[Experience]:
-        """Run the agent function; return the experiences of its requests."""
+        """Run the agent function. Return the experiences of its requests."""
         agent, _ = _agent(self.task.workflow_args)
         assert agent is not None
         return self._experiences(_reward(agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
 
     async def run_async(self) -> list[Experience]:
-        """Run the coroutine function or the command; return the experiences of its requests."""
+        """Run the coroutine function or the command. Return the experiences of its requests."""
         agent, command = _agent(self.task.workflow_args)
         if agent is None:
             return self._experiences(await self._run_command(command))
@@ -101,9 +104,9 @@ class AgentWorkflow(Workflow):
             return self._parse_reward(_tail(output))
 
     def _parse_reward(self, output: str) -> float | None:
-        """Return the reward in a command's last line of output, or the posted reward; record metrics given with it.
+        """Return the reward in the last line of a command's output, or else the posted reward.
 
-        Raises ValueError for a malformed reward.
+        Metrics in the last line are recorded. Raises ValueError for a malformed reward.
         """
         *_, last = ["", *output.splitlines()]
         parsed = None
@@ -115,7 +118,7 @@ class AgentWorkflow(Workflow):
 
 
 def _agent(arguments: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return (function, []) or (None, command) from `workflow_args`; raises ValueError or ImportError."""
+    """Return (function, []) or (None, command) from `workflow_args`. Raises ValueError or ImportError."""
     given = dict(arguments)
     path, command, kind = given.pop("agent", None), given.pop("command", None), given.pop("experiences", BRANCH)
     is_list = isinstance(command, list | tuple) and len(command) > 0

@@ -17,7 +17,7 @@ INVALID_ACTION_NOTE = " (this action is not valid: keep to the form that is aske
 
 @dataclass
 class ModelTurn:
-    """An observation, the model's action, and the reward of the action."""
+    """An observation, the model's action after it, and the reward of the action."""
 
     observation: str
     info: dict[str, Any]
@@ -37,7 +37,7 @@ class Trajectory:
 
     @property
     def answered_turns(self) -> list[ModelTurn]:
-        """Turns that the model has answered."""
+        """The turns in which the model has taken an action."""
         return [turn for turn in self.turns if turn.response is not None]
 
     @property
@@ -48,11 +48,13 @@ class Trajectory:
 
 @WORKFLOWS.register_module("environment_workflow", arguments=("environments",))
 class EnvironmentWorkflow(Workflow):
-    """Built-in workflow for environments; `workflow_args.environments` maps each tag to its settings.
+    """Built-in workflow for environments.
+
+    `workflow_args.environments` maps each tag to the settings of its environment.
 
     A conversation is one experience with the game's total reward. If the chat template rewrites earlier turns, the
-    conversation is split into one experience per branch. With a StepEnvManager, each action is an experience with a
-    separate reward and state.
+    conversation is split into one experience per branch. With a StepEnvManager, each action is a separate experience,
+    which has the reward of the action and the state before it.
     """
 
     is_async = can_reset = True
@@ -72,7 +74,7 @@ class EnvironmentWorkflow(Workflow):
             self.sampling["max_tokens"] = min(most, self.sampling["max_tokens"] or most)
 
     async def run_async(self) -> list[Experience]:
-        """Play one trajectory; raises RunFailure if the environment fails."""
+        """Play one trajectory. Raises RunFailure if the environment fails."""
         start = time.monotonic()
         async with lent_game(self.tag, self.settings) as game:
             trajectory = await self._play(game)
@@ -187,7 +189,10 @@ class EnvironmentWorkflow(Workflow):
 
 
 def _state(observation: str) -> str:
-    """Return a digest of the observation, without the text of the template around it."""
+    """Return a digest of the observation.
+
+    The observation does not include the text that the prompt template adds.
+    """
     return blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -207,7 +212,10 @@ def _turn_metrics(turn: ModelTurn) -> Mapping[str, float]:
 
 
 def _aggregated(turns: Sequence[ModelTurn]) -> dict[str, float]:
-    """Return the environment's metrics aggregated over all turns by `metrics_agg_mode`, default mean."""
+    """Return the environment's metrics, aggregated over all turns.
+
+    The aggregation of a metric is given by `metrics_agg_mode`. The default is the mean.
+    """
     values: dict[str, list[float]] = {}
     modes: dict[str, str] = {}
     for turn in turns:

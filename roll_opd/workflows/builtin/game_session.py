@@ -25,10 +25,10 @@ _limits: dict[str, asyncio.Semaphore] = {}  # tag -> limit of concurrent calls
 
 
 class GameSession:
-    """One environment; every method raises RunFailure if the environment fails."""
+    """The session of one environment. Methods that call the environment raise RunFailure if the environment fails."""
 
     def __init__(self, tag: str, settings: Mapping[str, Any]) -> None:
-        """Create a session; `settings` have the keys of `EnvironmentKeys`."""
+        """Create a session. The keys of `settings` are the fields of `EnvironmentKeys`."""
         self.seconds = 0.0  # seconds spent in the environment
         self._tag, self._settings, self._environment = tag, settings, None
         self._last: Future[Any] | None = None
@@ -36,7 +36,7 @@ class GameSession:
         self._limit = _limits.setdefault(tag, asyncio.Semaphore(most or 10**6))
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Reset the environment; return the first observation and `info`."""
+        """Reset the environment. Return the first observation and `info`."""
         if _idle[self._tag]:
             self._environment = _idle[self._tag].pop()
         else:
@@ -49,7 +49,7 @@ class GameSession:
         return self._validated(read_reset, found)
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take an action; return (observation, reward, terminated, truncated, info)."""
+        """Execute an action. Return (observation, reward, terminated, truncated, info)."""
         made: Any = self._environment
         return self._validated(read_step, await self._timed_call("step", lambda: made.step(action)))
 
@@ -59,7 +59,7 @@ class GameSession:
             _idle[self._tag].append(self._environment)
 
     def discard(self) -> None:
-        """Close the environment; if a call is still running, mark the worker process for replacement."""
+        """Close the environment. If a call is still running, mark the worker process for replacement instead."""
         made, self._environment = self._environment, None
         if self._last is not None and not self._last.done():
             RUN.get().stuck = True
@@ -98,7 +98,10 @@ class GameSession:
 
 @asynccontextmanager
 async def lent_game(tag: str, settings: Mapping[str, Any]) -> AsyncIterator[GameSession]:
-    """Yield a game for one trajectory; return it to the pool on success, discard it on failure."""
+    """Yield a game for one trajectory.
+
+    The environment of the game returns to the pool on success and is discarded on failure.
+    """
     game = GameSession(tag, settings)
     try:
         yield game

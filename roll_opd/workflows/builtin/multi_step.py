@@ -1,4 +1,7 @@
-"""`try_again_workflow`: several attempts at a question, with feedback; each attempt is a step with one experience."""
+"""`try_again_workflow`: several attempts at a question, with feedback between the attempts.
+
+Each attempt is a step with one experience.
+"""
 
 from dataclasses import asdict
 from typing import Any
@@ -14,10 +17,11 @@ FEEDBACK = "That is not right. Look for the mistake, and answer again."
 
 @WORKFLOWS.register_module("try_again_workflow", arguments=("max_steps", "enough", "feedback"))
 class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
-    """Ask a question; while the reward is below `enough`, give feedback and ask again. Each try is one step.
+    """Ask a question, and repeat it with feedback while the reward is below `enough`. Each attempt is one step.
 
-    `workflow_args`: `max_steps` (3) tries, `enough` (1.0), `feedback` (the user message after a wrong answer). The
-    reward is the configuration's `workflow_reward`, by default `accuracy_reward`.
+    `workflow_args` may have `max_steps`, the maximum number of attempts (default 3), `enough`, the reward that ends the
+    attempts (default 1.0), and `feedback`, the user message after a wrong answer. The reward is the configuration's
+    `workflow_reward`. The default is `accuracy_reward`.
     """
 
     can_reset = True
@@ -37,11 +41,11 @@ class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
 
     @property
     def max_step_num(self) -> int:
-        """Maximum number of tries."""
+        """Maximum number of attempts."""
         return int(self.task.workflow_args.get("max_steps", 3))
 
     async def step_async(self, step_num: int) -> bool:
-        """Sample one answer; return whether another try follows."""
+        """Sample one answer. Return whether the reward is too low, so that another attempt is needed."""
         (response,) = await self.model.chat_async(self.messages, **{**asdict(self.task.rollout_args), "n": 1})
         text = response.response_text or ""
         inputs = {"response": text, "truth": self.task.truth, "prompt": self.task.task_desc, "info": response.info}
@@ -51,7 +55,7 @@ class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
         return sum(self.parts.values()) < float(self.task.workflow_args.get("enough", 1.0))
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of the latest try."""
+        """Return the reward of the latest attempt."""
         for one in exps:
             one.metrics.update(self.parts)
         return sum(self.parts.values())

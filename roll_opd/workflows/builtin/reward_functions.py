@@ -1,7 +1,7 @@
-"""Trinity-RFT's reward functions for mathematics; they use this package's check of the final answer.
+"""Trinity-RFT's reward functions for mathematics. They check final answers with this package's rule for mathematics.
 
 Built-in workflows are scored by the configuration's `rewards`; these functions are for workflows that call a reward
-function themselves. Arguments are in Trinity-RFT's order; extra keyword arguments are ignored.
+function themselves. The arguments have the same order as in Trinity-RFT. Other keyword arguments are ignored.
 """
 
 import ast
@@ -30,7 +30,10 @@ OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def accuracy(response: str, truth: Any) -> float:
-    """Return 1.0 if the response's final answer equals the truth, else 0.0; also 0.0 if the comparison times out."""
+    """Return 1.0 if the response's final answer equals the truth, else 0.0.
+
+    The result is also 0.0 if the comparison fails or times out.
+    """
     try:
         return float(bool(is_right(response, "" if truth is None else str(truth))))
     except (TimedOut, Crashed, Busy):
@@ -44,7 +47,10 @@ def has_thought(response: str) -> bool:
 
 @REWARD_FUNCTIONS.register_module("accuracy_reward")
 class AccuracyReward(RewardFn):
-    """1 for a right final answer; with an `answer_parser`, 1 if answer and truth parse to the same value."""
+    """Returns 1 for a correct final answer, else 0.
+
+    With an `answer_parser`, an answer is correct if the parser returns the same value for the response and the truth.
+    """
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
         self.answer_parser = answer_parser
@@ -58,7 +64,7 @@ class AccuracyReward(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("format_reward")
 class FormatReward(RewardFn):
-    """0.1 for a response that fully matches `pattern`, else -0.1."""
+    """Returns 0.1 if the whole response matches `pattern`, else -0.1."""
 
     def __init__(self, pattern: str | None = None) -> None:
         self.pattern = re.compile(pattern or FORMAT, re.DOTALL)
@@ -70,7 +76,7 @@ class FormatReward(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("math_reward")
 class MathRewardFn(RewardFn):
-    """`accuracy_reward` plus `format_reward` for a thought and an answer in their tags."""
+    """The sum of `accuracy_reward` and `format_reward`. The format is a thought and an answer, each in its tags."""
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None, pattern: str = LOOSE_FORMAT) -> None:
         self.accuracy_reward, self.format_reward = AccuracyReward(answer_parser), FormatReward(pattern)
@@ -82,7 +88,10 @@ class MathRewardFn(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("math_boxed_reward")
 class MathBoxedRewardFn(RewardFn):
-    """1 for a right final answer; `with_think` subtracts `format_score_coef` unless there is exactly one thought."""
+    """Returns 1 for a correct final answer, else 0.
+
+    With `with_think`, `format_score_coef` is subtracted if the response does not have exactly one thought.
+    """
 
     def __call__(
         self,
@@ -99,7 +108,10 @@ class MathBoxedRewardFn(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("countdown_reward")
 class CountDownRewardFn(RewardFn):
-    """1 if `<answer>` has a formula that gives the target and uses each number once, 0.1 for other formulas, else 0.
+    """Returns a score for the formula in the `<answer>` tags.
+
+    The score is 1 if the formula gives the target and uses each number once. It is 0.1 for any other content of the
+    tags and 0 if the tags are missing.
 
     The truth is an object with `target` and `numbers`, or the JSON of such an object.
     """
@@ -122,7 +134,7 @@ class CountDownRewardFn(RewardFn):
 def computed(formula: str) -> Fraction:
     """Return the exact value of a formula of integers, + - * / and parentheses.
 
-    Raises ValueError or SyntaxError for anything else, and ZeroDivisionError.
+    Raises ValueError or SyntaxError if the text is not such a formula, and ZeroDivisionError for a division by 0.
     """
     if len(formula) > MAX_FORMULA_CHARACTERS:
         raise ValueError(f"the formula has {len(formula)} characters")

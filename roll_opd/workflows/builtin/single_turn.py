@@ -45,7 +45,10 @@ class BaseSimpleWorkflow(Workflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """Sampling options for one response per run; older workflows assign other options to this attribute."""
+        """The sampling options, with one response per run.
+
+        Workflows of older versions assign other options to this attribute.
+        """
         return {**(self._rollout_args or asdict(self.task.rollout_args)), "n": self.repeat_times}
 
     @rollout_args.setter
@@ -53,7 +56,10 @@ class BaseSimpleWorkflow(Workflow):
         self._rollout_args = given
 
     def format_messages(self) -> list[dict[str, str]]:
-        """Return the conversation to sample from; raises ValueError if the chat template drops a part."""
+        """Return the conversation that the model continues.
+
+        Raises ValueError if the chat template drops a part of it.
+        """
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages += conversation_of(self.task)
         if left := omission(self.model.tokenizer, messages):
@@ -63,14 +69,17 @@ class BaseSimpleWorkflow(Workflow):
         return messages
 
     def scored(self, responses: list[Experience]) -> list[Experience]:
-        """Set the run and the reward of each response, one per run; return the responses."""
+        """Set the run id and the reward of each response, and return the responses.
+
+        Each response belongs to a separate run.
+        """
         for run, response in enumerate(responses, self.run_id_base):
             response.eid.run = run
             self.score(response)
         return responses
 
     def score(self, response: Experience) -> None:
-        """Set a response's reward from the task's reward function, if any."""
+        """Compute the reward of a response if the task has a reward function."""
         if self.reward_fn is not None:
             parts = parts_of(self.reward_fn, self.reward_inputs(response))
             response.metrics.update(parts)
@@ -88,7 +97,7 @@ class BaseSimpleWorkflow(Workflow):
 
 
 def conversation_of(task: Task) -> list[dict[str, Any]]:
-    """Return a row's prompt as messages; a prompt that is a string becomes a user turn.
+    """Return a row's prompt as messages. A prompt that is a string becomes a user turn.
 
     Raises ValueError for a row without a prompt.
     """
@@ -137,7 +146,10 @@ class _Thinking(BaseSimpleWorkflow):
 
 
 class _Boxed(BaseSimpleWorkflow):
-    """Base class: requests a boxed answer from a chat or base model, unless the configuration has a system prompt."""
+    """Base class of workflows for boxed answers of chat models and base models.
+
+    The default system prompt requests a boxed answer. A system prompt in the configuration replaces this prompt.
+    """
 
     use_base = with_think = False
     format_score_coef = 0.1
@@ -175,9 +187,12 @@ class _BoxedInQuestion(BaseSimpleWorkflow):
 
 @WORKFLOWS.register_module("math_workflow")
 class MathWorkflow(_Thinking, SimpleWorkflow):
-    """Mathematics question with DeepSeek-R1-Zero's system prompt unless the configuration sets a system prompt.
+    """A mathematics question with the system prompt of DeepSeek-R1-Zero.
 
-    As in Trinity-RFT, this system prompt is not used with a `workflow_reward` other than `math_reward`.
+    A system prompt in the configuration replaces this prompt.
+
+    As in Trinity-RFT, there is no default system prompt if `workflow_reward` is set to another function than
+    `math_reward`.
     """
 
 
@@ -190,8 +205,9 @@ class AsyncMathWorkflow(_Thinking, AsyncSimpleWorkflow):
 class MathBoxedWorkflow(_Boxed, SimpleWorkflow):
     """Mathematics question with a boxed answer.
 
-    `workflow_args`: `use_base` sends a text prompt without chat template; `with_think` requests a thought in tags
-    before the answer; `format_score_coef` goes to the reward function together with `with_think`.
+    `workflow_args` may have three keys. With `use_base`, the prompt is sent as text without the chat template. With
+    `with_think`, the system prompt requests a thought in tags before the answer. The values of `with_think` and
+    `format_score_coef` are passed to the reward function.
     """
 
     def run(self) -> list[Experience]:
@@ -214,7 +230,7 @@ class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
 
 @WORKFLOWS.register_module("on_policy_distill_workflow")
 class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
-    """Sample an answer to the row's prompt, to be scored by the configuration's teachers.
+    """Sample an answer to the row's prompt. The configuration's teachers score the answer.
 
     The `compute_reward` of a subclass gives the reward, as in Trinity-RFT. Pure distillation records this reward, but
     does not train on it.
@@ -230,17 +246,17 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
         """The first auxiliary model, for subclasses whose `run_async` calls the teacher."""
         if not self.auxiliary_model_wrappers:
             raise ValueError(
-                "teacher_model: auxiliary_models is empty; add the teacher to it, or let the configuration's teachers"
-                " score the responses"
+                "teacher_model: auxiliary_models is empty; add the teacher to this list, or let the configuration's"
+                " teachers score the responses"
             )
         return self.auxiliary_model_wrappers[0]
 
     def compute_reward(self, response: Experience) -> float:
-        """Return the reward of a response. Called only if a subclass overrides it."""
+        """Return the reward of a response. This method is called only if a subclass overrides it."""
         return 0.0
 
     def score(self, response: Experience) -> None:
-        """Set a response's reward from an overridden `compute_reward`, else from the task's reward function."""
+        """Compute the reward with a subclass's `compute_reward`, or else with the task's reward function."""
         written_by = next(kind for kind in type(self).__mro__ if "compute_reward" in vars(kind))
         is_own = written_by.__module__ != __name__
         if is_own or (written_by is not OnPolicyDistillWorkflow and not (self.reward_fn or self.task.is_scored)):
@@ -251,13 +267,14 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
 
 @WORKFLOWS.register_module("on_policy_distill_math_workflow")
 class OnPolicyDistillMathWorkflow(_BoxedInQuestion, OnPolicyDistillWorkflow):
-    """Mathematics question with a boxed answer; the reward is 1.0 for a right box.
+    """A mathematics question with a boxed answer. The reward is 1.0 if the boxed answer is correct.
 
-    The configuration's `rewards` or `workflow_reward` replace `compute_reward`, unless a subclass overrides it.
+    If the configuration has `rewards` or a `workflow_reward`, they replace `compute_reward`, except in a subclass that
+    overrides `compute_reward`.
     """
 
     def compute_reward(self, response: Experience) -> float:
-        """Return 1.0 for a right final answer, else 0.0, and record it as the metric `accuracy`."""
+        """Return 1.0 if the final answer is correct, else 0.0. The value is also recorded as the metric `accuracy`."""
         if not response.response_text or self.truth is None:
             return 0.0
         right = accuracy(response.response_text, self.truth)

@@ -49,7 +49,7 @@ class Refusal(Exception):
     """Error response to a request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        """Create an error with an HTTP status, the name `param` of the wrong field, and a machine-readable `code`."""
+        """Create an error. `param` is the name of the wrong field, and `code` is a machine-readable error code."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -75,7 +75,10 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Parse and validate a request body; raises Refusal (with the wrong field) if it cannot be served exactly."""
+    """Parse and validate a request body.
+
+    Raises Refusal with the wrong field if the request cannot be served exactly.
+    """
     try:
         request = json.loads(body)
         json.dumps(request, ensure_ascii=False).encode()  # raises an error for a lone surrogate
@@ -85,9 +88,9 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refusal(400, f"the body is a JSON {type(request).__name__}, expected an object")
     for name, value in request.items():
         if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-            raise _wrong(name, f"{value!r} is not supported: it would change the sampled distribution; leave it out")
+            raise _wrong(name, f"{value!r} is not supported: it would change the sampled distribution; omit {name}")
         if name not in (*_SAMPLING, *_TEMPLATE, *_READ, *_IGNORED, *_NEUTRAL):
-            raise _wrong(name, "is not a known parameter; leave it out")
+            raise _wrong(name, f"is not a known parameter; omit {name}")
     for name, (least, most) in _NUMBERS.items():
         _check_number(request, name, least, most, int | float)
     for name, (least, most_of_all) in _COUNTS.items():
@@ -95,14 +98,15 @@ def read_request(body: bytes) -> ChatRequest:
     stop = request.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     if not _is_list(stops, str) or "" in stops:
-        raise _wrong("stop", f"{stop!r} is not a text or a list of texts")
+        raise _wrong("stop", f"{stop!r} is not a non-empty string or a list of non-empty strings")
     variables = request.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict) or not variables.keys().isdisjoint(_RESERVED):
         raise _wrong("chat_template_kwargs", "is not an object of variables for the chat template")
     tools = [] if request.get("tool_choice") == "none" else request.get("tools") or []
     if request.get("tool_choice") not in (None, "auto", "none"):
         raise _wrong(
-            "tool_choice", "only auto and none are supported, as a forced call would not be sampled from the policy"
+            "tool_choice",
+            "only auto and none are supported, because a forced call would not be sampled from the policy",
         )
     if not _is_list(tools, dict):
         raise _wrong("tools", "is not a list of objects")
@@ -120,7 +124,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def as_message(text: str, tools: Sequence[Mapping[str, Any]], parse: ToolCallParser, number: str) -> dict[str, Any]:
-    """Return a response as an assistant message; `number` makes the ids of its tool calls unique."""
+    """Return a response as an assistant message. `number` becomes part of the ids of its tool calls."""
     content, calls = parse(text, tools) if tools else (text, [])
     message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
     if calls:
@@ -162,7 +166,7 @@ class Answer:
 def completion(
     head: Mapping[str, Any], request: ChatRequest, answers: Sequence[Answer], usage: Mapping
 ) -> dict[str, Any]:
-    """Return the chat completion; `head` has its id, time and model."""
+    """Return the chat completion. `head` has the id, the creation time and the model of the completion."""
     choices = [
         {
             "index": index,
@@ -178,7 +182,7 @@ def completion(
 def stream(
     head: Mapping[str, Any], request: ChatRequest, answers: Sequence[Answer], usage: Mapping
 ) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a streamed completion; log-probs of a choice are in its last chunk."""
+    """Yield the chunks of a streamed completion. The log-probs of a choice are in the last chunk of the choice."""
 
     def piece(index: int, delta: Mapping, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
@@ -198,7 +202,7 @@ def stream(
 
 def _read_messages(messages: Any) -> list[dict[str, Any]]:
     if not _is_list(messages, dict) or not messages:
-        raise _wrong("messages", "is not a list of objects, at least one")
+        raise _wrong("messages", "is not a list of at least one object")
     return [_read_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 

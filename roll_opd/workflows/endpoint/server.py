@@ -1,7 +1,7 @@
 """The HTTP server of the policy in a workflow process, with one session per run.
 
 Responses come from `ModelWrapper.answer`, so they are recorded in the run's call tree. The server starts when its
-address is first read; with a configured port, it starts together with the process.
+address is read for the first time. If a port is configured, the server starts together with the process.
 """
 
 import asyncio
@@ -43,16 +43,16 @@ Responses = list[tuple[Experience, Call]]
 
 
 class _StreamedError(Exception):
-    """Error that has been sent within a stream."""
+    """An error that was sent to the client as part of a stream."""
 
     def __init__(self, response: web.StreamResponse) -> None:
-        """Create the error with which the stream `response` ends."""
+        """Create the error. `response` is the stream that ends with it."""
         self.response = response
 
 
 @dataclass(eq=False)
 class RunSession:
-    """Id, key and pending tasks of a run's clients."""
+    """The session of a run: its id, its API key, and the pending tasks of its clients."""
 
     run: RunState
     id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -61,7 +61,11 @@ class RunSession:
 
 
 class PolicyServer:
-    """The HTTP server of a process; a session is identified by its key, or by URL or header with the server's key."""
+    """The HTTP server of a process.
+
+    A request with the key of a session belongs to this session. A request with the server's key names its session in
+    the URL or in a header.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,11 @@ class PolicyServer:
         port: int = 0,
         key: str | None = None,
     ) -> None:
-        """Create a server; `parse` finds tool calls, port 0 means any free port, `key` is valid for all sessions."""
+        """Create a server.
+
+        The function `parse` finds tool calls. Port 0 selects any free port. `key` is an API key that is valid for all
+        sessions.
+        """
         self.counts: Counter[str] = Counter()  # requests by HTTP status or ABANDONED
         self._model, self._loop, self._host, self._port, self._key = model, loop, host, port, key
         self._parse = parse
@@ -88,7 +96,7 @@ class PolicyServer:
 
     @property
     def address(self) -> str:
-        """URL without `/v1`; starts the server on first use. Raises WorkflowError if the port is in use."""
+        """The URL without `/v1`. The first access starts the server. Raises WorkflowError if the port is in use."""
         with self._starting:
             if self._address is None:
                 family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -107,7 +115,7 @@ class PolicyServer:
             return self._address
 
     def session(self, run: RunState) -> RunSession:
-        """Return a run's session, opened on first use."""
+        """Return the session of a run. The first call opens the session."""
         with self._starting:
             if run.ended:
                 raise RuntimeError("the run and its session have ended")
@@ -117,7 +125,7 @@ class PolicyServer:
             return self._by_run[id(run)]
 
     def close(self, run: RunState) -> None:
-        """Close a run's session, if it has one; running and later requests are refused."""
+        """Close the session of a run, if the run has one. Running and later requests are refused."""
         with self._starting:
             run.ended = True
             session = self._by_run.pop(id(run), None)
@@ -149,7 +157,7 @@ class PolicyServer:
 
     @web.middleware
     async def _accounted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Convert exceptions to error responses in OpenAI's format; count all responses by status."""
+        """Convert exceptions to error responses in OpenAI's format. Count all responses by status."""
         response: web.StreamResponse
         try:
             if self._active_requests >= MAX_CONCURRENT_REQUESTS:
@@ -185,7 +193,7 @@ class PolicyServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        """Handle a posted reward of a session's run, with optional metrics."""
+        """Handle a request that posts the reward of a run. The request may also have metrics."""
         session = self._session_of(request)
         body = await self._body(request)
         try:
@@ -218,7 +226,7 @@ class PolicyServer:
                 self._model.forget(work.result())  # the client has not received the response, so it is not trained on
 
     async def _answer(self, chat: ChatRequest) -> Responses:
-        """Generate the response; raises Refusal for a conversation that the model cannot continue."""
+        """Generate the response. Raises Refusal if the model cannot continue the conversation."""
 
         def message(response: Experience) -> dict[str, Any]:
             text, number = _content(response, chat), _number(response)
@@ -237,7 +245,7 @@ class PolicyServer:
         try:
             return await self._model.answer(chat.messages, tools=chat.tools, as_message=message, **chat.options)
         except TemplateError as error:
-            raise Refusal(400, f"messages: the chat template rejects them: {error}", "messages") from None
+            raise Refusal(400, f"messages: the chat template rejects the messages: {error}", "messages") from None
         except ValueError as error:
             code = "context_length_exceeded" if isinstance(error, NoRoomError) else None
             raise Refusal(400, str(error), "messages", code) from None
@@ -253,7 +261,7 @@ class PolicyServer:
     async def _stream(
         self, request: web.Request, chat: ChatRequest, session: RunSession, work: "asyncio.Task[Responses]"
     ) -> web.StreamResponse:
-        """Stream a response, with keep-alive comments while it is generated."""
+        """Stream a response. Keep-alive comments are sent while the response is generated."""
         await asyncio.wait([work], timeout=KEEPALIVE_SECONDS)
         if work.done():  # before the headers are sent an error can still set the status
             await self._of_session(session, work)
@@ -276,7 +284,7 @@ class PolicyServer:
         return response
 
     def _arguments(self, session: RunSession, chat: ChatRequest, responses: Responses) -> tuple:
-        """Return the arguments of `completion` and `stream`."""
+        """Return the arguments for `completion` and `stream`."""
         ((first, _), *_) = responses
         head = {
             "id": f"chatcmpl-{session.id}-{_number(first)}",
@@ -294,7 +302,7 @@ class PolicyServer:
         return Answer(dict(call.answer()), call.completion.finish_reason, tokens, logprobs)
 
     def _session_of(self, request: web.Request) -> RunSession:
-        """Return the session of a request; raises Refusal without a valid key or for an unknown session."""
+        """Return the session of a request. Raises Refusal if the key is not valid or the session is unknown."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         in_url, in_header = request.match_info.get("session"), request.headers.get(SESSION_HEADER)
@@ -308,10 +316,14 @@ class PolicyServer:
         if key in self._closed:
             raise Refusal(410, "the session is closed: its run has ended", code="session_closed")
         if not (self._key and secrets.compare_digest(key.encode(errors="replace"), self._key.encode())):
-            raise Refusal(401, "wrong API key: use the session's key or endpoint_api_key", code="invalid_api_key")
+            raise Refusal(
+                401, "wrong API key: use the key of the run's session or endpoint_api_key", code="invalid_api_key"
+            )
         if name is None:
             raise Refusal(
-                400, f"no session is named; name it in the URL, /sessions/ID/v1, or in the header {SESSION_HEADER}"
+                400,
+                "no session is named; put the session's id into the URL (/sessions/ID/v1) or into the header"
+                f" {SESSION_HEADER}",
             )
         if name in self._closed:
             raise Refusal(410, f"session {name} is closed: its run has ended", code="session_closed")
@@ -332,7 +344,7 @@ class PolicyServer:
 
 
 def _content(response: Experience, chat: ChatRequest) -> str:
-    """Return the response text without its stop string."""
+    """Return the response text up to its stop string."""
     text, stop = response.response_text or "", chat.options.get("stop") or []
     if response.finish_reason == "stop":
         for end in [stop] if isinstance(stop, str) else stop:
