@@ -91,7 +91,10 @@ def reach_check(found: Sequence[Reach]) -> Check:
     value = f"sees {max(one.seen for one in found)} tokens back, of {farthest.tested} tested"
     if not short:
         return Check(
-            "reach of its context", value, verdict, "largest distance at which a change of the text changes log-probs"
+            "reach of its context",
+            value,
+            verdict,
+            "the largest distance at which a change of the text changes log-probs",
         )
     return Check(
         "reach of its context",

@@ -27,7 +27,7 @@ class TokenShares:
             self._without[name] = 0 if scored or not total else self._without[name] + 1
             if self._without[name] == STARVED:
                 _log.warning(
-                    "teacher %s has scored no token in the last %d steps: no sample had one of its tags; check"
+                    "teacher %s has scored no token in the last %d steps: no sample had a tag of this teacher; check"
                     " tag_included and domain_interleave_probs",
                     name,
                     STARVED,

@@ -36,7 +36,10 @@ class Console:
     """Prints the progress lines and the final table of a run of `total_steps` steps."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, frozen: str = SHORT["teacher"]) -> None:
-        """`frozen` is the label for the time of frozen models, such as teachers or a reference policy."""
+        """`frozen` is the label of the time that frozen models take.
+
+        Frozen models are teachers or a reference policy, for example.
+        """
         self._total = total_steps
         self._stream = stream
         self._short = SHORT | {"teacher": frozen}

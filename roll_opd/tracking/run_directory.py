@@ -179,7 +179,7 @@ class RunDirectory:
     def _link_latest(self) -> None:
         latest = self.path.parent / "latest"
         if latest.exists() and not latest.is_symlink():
-            raise FileExistsError(f"{latest} must be a link to the newest run, but is not a link: move it away")
+            raise FileExistsError(f"{latest} must be a link to the newest run, but is not a link: move this path away")
         fresh = self.path.parent / f".latest-{secrets.token_hex(3)}"
         fresh.symlink_to(self.path.name, target_is_directory=True)
         os.replace(fresh, latest)
@@ -284,7 +284,7 @@ def lock_run(run: Path) -> Iterator[None]:
             file.seek(0)
             who = file.read().strip() or "a process"
             raise ConfigError(
-                [f"{run} belongs to a run that is still running ({who}): wait for its end, or stop it"]
+                [f"{run} belongs to a run that is still running ({who}): wait for the end of the run, or stop it"]
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:

@@ -40,7 +40,7 @@ def test_latest_is_the_newest_run(tmp_path: Path) -> None:
 
 def test_a_real_latest_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "exp" / "latest").mkdir(parents=True)
-    with pytest.raises(FileExistsError, match="move it away"):
+    with pytest.raises(FileExistsError, match="move this path away"):
         RunDirectory.create(tmp_path, "exp")
 
 

@@ -109,7 +109,7 @@ def conversation_of(task: Task) -> list[dict[str, Any]]:
         return [dict(message) for message in parse_messages(prompt)]
     except BadRow as bad:
         raise ValueError(
-            f"the row has no prompt in {name!r} ({bad.kind}: {bad.detail}); name its column in prompt_key"
+            f"the row has no prompt in {name!r} ({bad.kind}: {bad.detail}); set prompt_key to the column of the prompt"
         ) from None
 
 
