@@ -1,4 +1,4 @@
-"""Fraction of a run's text that a teacher with another tokenizer scores: checks in the preflight and in every step."""
+"""Checks, in the preflight and in every step, that a teacher with another tokenizer scores enough of a run's text."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ ENOUGH = 1000  # the fraction is checked from this number of action tokens on
 
 
 class Coverage:
-    """Counts the action tokens with and without log-probs, for each teacher with another tokenizer, over a run."""
+    """Counts the action tokens with and without log-probs over a run, for each teacher with another tokenizer."""
 
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()
         self._uncovered: Counter[str] = Counter()
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Count samples. RunError if more than `MAX_UNCOVERED` of a teacher's action tokens have no log-prob."""
+        """Count samples. Raises RunError if more than `MAX_UNCOVERED` of a teacher's action tokens have no log-prob."""
         for sample in samples:
             for name, alignment in sample.alignments.items():
                 self._tokens[name] += sample.action_tokens
@@ -39,9 +39,15 @@ def coverage_checks(samples: Sequence[Sample], teacher: str) -> list[Check]:
             "aligned 1:1",
             f"{1 - cut.chunked_bytes:.0%} of bytes, {cut.chunks} chunks",
             "ok",
-            "bytes in tokens that are the same for both tokenizers; a chunk ends where a token of both tokenizers ends",
+            "fraction of bytes in tokens that are the same in both tokenizers, and number of chunks; a chunk ends at a"
+            " byte at which both a student token and a teacher token end",
         ),
-        Check("longest chunk", f"{cut.longest_chunk} student tokens", "ok", "tokens between two such ends"),
+        Check(
+            "longest chunk",
+            f"{cut.longest_chunk} student tokens",
+            "ok",
+            "number of student tokens in the longest chunk",
+        ),
         _covered(cut),
     ]
 

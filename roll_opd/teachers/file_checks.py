@@ -1,8 +1,8 @@
 """Checks of a teacher file before the first update: its teacher, and its log-probs compared with the student's.
 
 `data.teacher_scores` checks each row when the files are opened. The checks here find faults that a single row does not
-show: answers of another model, log-probs shifted by a token, or a different teacher from the teacher of the student's
-fine-tuning.
+show: answers of another model, log-probs that are shifted by a token, or a teacher that is not the teacher of the
+student's fine-tuning.
 
 Legend: N tokens of all answers.
 """
@@ -27,7 +27,10 @@ COVERED = 0.5  # smallest mean probability of a top-k
 def file_checks(
     rows: Sequence[Prompt], student_logprobs: Sequence[np.ndarray], source: FilePlan, objective: ObjectivePlan
 ) -> list[Check]:
-    """Return the rows of the preflight's table. `student_logprobs`: one array f32 [T-P] for each row's answer."""
+    """Return the rows of the preflight's table.
+
+    `student_logprobs` has an array f32 [T-P] for the answer of each row.
+    """
     found = [_origin(rows), _consistency(rows, source, objective)]
     scored = [(row.scores.logprobs, own) for row, own in zip(rows, student_logprobs, strict=True) if row.scores]
     pairs = [(teacher, own) for teacher, own in scored if teacher is not None]
@@ -45,7 +48,10 @@ def _origin(rows: Sequence[Prompt]) -> Check:
     value = ", ".join(f"{name} ({count} rows)" for name, count in names.items())
     if len(names) > 1:
         return Check(
-            "teacher", value, "warning", "the first rows are of several teachers; the student learns their mixture"
+            "teacher",
+            value,
+            "warning",
+            "the first rows are from several teachers, so the student learns a mixture of these teachers",
         )
     if not known:
         meaning = (
@@ -57,25 +63,25 @@ def _origin(rows: Sequence[Prompt]) -> Check:
         "teacher",
         value,
         "ok",
-        "the first rows are of one teacher, with the student's tokenizer and at the run's temperature",
+        "the first rows are from one teacher, with the student's tokenizer and at the run's temperature",
     )
 
 
 def _consistency(rows: Sequence[Prompt], source: FilePlan, objective: ObjectivePlan) -> Check:
-    """Compare the teacher of the file with the teacher of the student's fine-tuning (arXiv 2604.13010)."""
+    """Check that the student was fine-tuned on answers of the teacher of the file (arXiv 2604.13010)."""
     name = "teacher consistency"
     if objective.opd_objective == "topk":
         return Check(
             name,
             "not needed",
             "ok",
-            "a divergence on given answers does not need a fine-tuning on the same teacher's answers",
+            "a divergence on given answers does not require that the student was fine-tuned on this teacher's answers",
         )
     teachers = sorted({row.scores.teacher for row in rows if row.scores} - {""})
     if source.sft_teacher is None:
         meaning = (
             "sampled distillation from a file is sound only if the student was fine-tuned on this teacher's answers;"
-            " name that teacher in teacher.sft_teacher"
+            " set teacher.sft_teacher to the teacher of the fine-tuning"
         )
         return Check(name, "the teacher of the fine-tuning is unknown", "warning", meaning)
     value = f"{', '.join(teachers) or 'not recorded'}; fine-tuned on {source.sft_teacher}"
@@ -83,29 +89,35 @@ def _consistency(rows: Sequence[Prompt], source: FilePlan, objective: ObjectiveP
         return Check(name, value, "warning", "the file does not name its teacher, so the teachers were not compared")
     if teachers != [source.sft_teacher]:
         meaning = (
-            "the student was fine-tuned on the answers of another teacher: score the student's answers with that"
-            " teacher"
+            "the student was fine-tuned on the answers of another teacher: score the student's answers with the"
+            " teacher of the fine-tuning"
         )
         return Check(name, value, "failed", meaning)
     return Check(name, value, "ok", "the teacher of the fine-tuning is the teacher of the file")
 
 
 def _alignment(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Check:
-    """Correlate the teacher's log-probs with the student's, unshifted and shifted by a token to either side."""
+    """Correlate the teacher's log-probs with the student's log-probs, without a shift and with shifts by one token."""
     by_shift = {shift: _correlation(pairs, shift) for shift in SHIFTS}
     value = ", ".join(f"{shift:+d}: {found:.2f}" for shift, found in by_shift.items())
     best = max(by_shift, key=lambda shift: by_shift[shift])
     tokens = sum(len(own) for _, own in pairs)
     if best and tokens >= FEW_TOKENS and by_shift[best] > by_shift[0] + CLEAR:
-        meaning = f"the file's log-probs match the tokens {best:+d} places away; shift each to its own token"
+        meaning = (
+            f"each log-prob of the file matches the token {best:+d} places away; shift the log-probs in the file so"
+            " that each log-prob is at its own token"
+        )
         return Check("alignment", value, "failed", meaning)
     return Check(
-        "alignment", value, "ok", "correlation of the teacher's log-probs with the student's, for each shift in tokens"
+        "alignment", value, "ok", "correlation of the teacher's with the student's log-probs, for each shift in tokens"
     )
 
 
 def _correlation(pairs: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) -> float:
-    """Return the correlation of teacher token t with student token t + shift, over tokens that exist for all shifts."""
+    """Return the correlation of the teacher's log-prob of token t with the student's log-prob of token t + shift.
+
+    For every shift, the same tokens t are used: the tokens for which token t + shift exists at all shifts.
+    """
     cut = [(teacher[1:-1], own[1 + shift : len(own) - 1 + shift]) for teacher, own in pairs if len(own) > 2]
     if not cut:
         return 0.0
@@ -120,7 +132,8 @@ def _distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]], objective: Objecti
     value = f"{gap:+.3f} nats a token"
     if objective.opd_objective == "sampled" and abs(gap) > FAR:
         meaning = (
-            "student minus teacher on the answers; a difference this large means that another student sampled them"
+            "mean of student minus teacher log-prob on the answers; a difference this large means that another student"
+            " sampled the answers"
         )
         return Check("student - teacher", value, "warning", meaning)
     return Check("student - teacher", value, "ok", "mean difference of student and teacher log-probs on the answers")

@@ -1,7 +1,7 @@
 """Make samples from teacher files: given answers, the teacher's log-probs, and the teacher's top-k as loss targets.
 
-A file can score only the answers in it, so it is not a `TeacherScorer`: the pipeline `offline_distill` draws the rows
-of the file.
+A file has scores only for its own answers, so it is not used as a `TeacherScorer`. Instead, the pipeline
+`offline_distill` draws the rows of the file.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ def scored_samples(rows: Sequence[Prompt], teacher: str) -> list[Sample]:
 def with_topk(
     samples: Sequence[Sample], rows: Sequence[Prompt], teacher: str, objective: ObjectivePlan
 ) -> list[Sample]:
-    """Return the samples with references to the top-k of `teacher`; unchanged for `opd_objective: sampled`."""
+    """Return the samples with references to the top-k of `teacher`.
+
+    With `opd_objective: sampled`, the samples are returned unchanged.
+    """
     if objective.opd_objective == "sampled":
         return list(samples)
     held = hold({number: narrowed(_scores(row), objective.opd_topk) for number, row in enumerate(rows)})

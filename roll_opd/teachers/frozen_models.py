@@ -1,4 +1,7 @@
-"""The scoring stage of a step: teachers score samples with their tags; the reference policy scores all samples."""
+"""The scoring stage of a step.
+
+Each teacher scores the samples with its tags. The reference policy scores all samples.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -37,7 +40,7 @@ class Teacher:
 
 
 class TopkSource(Protocol):
-    """A model whose most likely tokens the teachers score: the student."""
+    """A model whose most likely tokens are scored by the teachers. The student implements this protocol."""
 
     async def topk_ids(
         self, samples: Sequence[Sample], temperature: float, objective: ObjectivePlan, /
@@ -72,15 +75,15 @@ class FrozenModels:
         return metrics
 
     def lacks(self, sample: Sample) -> bool:
-        """Whether a model's log-probs of a sample are missing."""
+        """Whether a sample lacks the log-probs of the reference policy or of a teacher."""
         reads = self.reference is not None and sample.ref_logprobs is None
         return reads or any(teacher.scores(sample) for teacher in self.teachers)
 
     async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
         """Return the samples with the log-probs and targets of all models; the models compute concurrently.
 
-        RunError if there are teachers but none has a sample's tag, or if a teacher with another tokenizer can score too
-        few tokens of the run.
+        Raises RunError if there are teachers but no teacher has the tag of a sample, or if a teacher with another
+        tokenizer can score too few tokens of the run.
         """
         ids = None
         if self.student and self.targets_for:
@@ -124,7 +127,10 @@ class FrozenModels:
 
 
 def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wanted:
-    """Return the targets that an objective needs. `ids`: the student's most likely tokens, if they are used."""
+    """Return the targets that an objective needs.
+
+    `ids` has the student's most likely tokens; it is empty if the objective does not use these tokens.
+    """
     if objective is None:
         return LOGPROBS
     if objective.opd_objective == "full":
@@ -133,7 +139,10 @@ def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wan
 
 
 def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None:
-    """Check that all teachers can compute the targets of an objective. RunError names the first teacher that cannot."""
+    """Check that all teachers can compute the targets of an objective.
+
+    Raises RunError with the name of the first teacher that cannot compute these targets.
+    """
     if objective.opd_objective == "sampled":
         return
     needed: Target = "hidden"

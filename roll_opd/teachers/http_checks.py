@@ -1,8 +1,8 @@
 """Test requests to a teacher's server at the start of a run.
 
-They check model, context length, tokenizer and top-k, and that all replicas return the same log-probs. If a check
-fails, the run ends with an error that gives the reason. A property that a server does not report is not checked, and a
-log line notes it.
+The requests check the server's model, context length, tokenizer and top-k, and whether all replicas return the same
+log-probs. If a check fails, the run ends with an error that gives the reason. A property that a server does not report
+is not checked. In this case, a log line states that the property is not checked.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def probe_strings() -> list[str]:
 
 
 async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | None, topk: int, longest: int) -> None:
-    """Check the servers of a teacher. RunError describes the first check that fails.
+    """Check the servers of a teacher. Raises RunError for the first check that fails.
 
     Args:
         tokenizer: directory of the teacher's tokenizer.
@@ -62,7 +62,10 @@ async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | Non
 
 
 async def _find_model(scorer: HttpScorer, longest: int) -> None:
-    """Check that the scorer's model is listed (if not set: use the only listed model); check the context length."""
+    """Check that each server lists the scorer's model, and check the context length of the model.
+
+    If the scorer has no model yet and the server lists only one model, the scorer gets this model.
+    """
     for url in scorer.plan.url:
         listed = _by_name(await _answer(scorer, _endpoint(scorer, url, scorer.protocol.listing, "GET"), None))
         if listed is None:
@@ -71,9 +74,9 @@ async def _find_model(scorer: HttpScorer, longest: int) -> None:
         if not scorer.model and len(listed) == 1:
             scorer.model = next(iter(listed))
         if scorer.model not in listed:
-            which = f"{scorer.model!r} is not on" if scorer.model else "choose one of"
+            which = f"{scorer.model!r} is not on" if scorer.model else "choose a model of"
             names = ", ".join(sorted(listed))
-            raise RunError(f"teacher {scorer.name}: http.model_name: {which} {url}, which has {names}")
+            raise RunError(f"teacher {scorer.name}: http.model_name: {which} {url}, which has the models {names}")
         length = listed[scorer.model]
         if length and length <= longest:  # the server generates one token in addition
             raise RunError(
@@ -100,7 +103,9 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
         first = await _answer(scorer, endpoint, body)
         if not isinstance(first, dict) or "tokens" not in first:
             _log.warning(
-                "teacher %s: %s has no endpoint that tokenizes; its tokenizer is not compared", scorer.name, url
+                "teacher %s: %s has no endpoint that tokenizes, so the tokenizer of the server is not checked",
+                scorer.name,
+                url,
             )
             return
         answers = await asyncio.gather(*[_answer(scorer, endpoint, {**body, "prompt": probe}) for probe in probes])
@@ -115,7 +120,7 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
 
 
 async def _check_repeats(scorer: HttpScorer, question: Question) -> None:
-    """Score one sequence several times at each address; RunError if the log-probs differ."""
+    """Score one sequence several times at each address. Raises RunError if the log-probs differ."""
     scorings = [scorer.ask(question, replica) for replica in range(len(scorer.plan.url)) for _ in range(REPEATS)]
     replies = np.stack([reply.logprobs for reply in await asyncio.gather(*scorings)]).astype(np.float64)
     worst = float(np.abs(replies - np.median(replies, 0)).mean(1).max())
@@ -134,7 +139,10 @@ def _endpoint(scorer: HttpScorer, url: str, path: str, method: Literal["POST", "
 
 
 async def _answer(scorer: HttpScorer, endpoint: Endpoint, body: Any) -> Any:
-    """Return an answer's JSON; None if the server does not have the path. RunError if the server does not answer."""
+    """Return an answer's JSON; None if the server does not have the path.
+
+    Raises RunError if the server does not answer.
+    """
     try:
         return await endpoint.ask(body, lambda found: found, Counter())
     except GaveUp as error:

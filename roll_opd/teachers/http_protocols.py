@@ -59,7 +59,7 @@ class HttpProtocol(Protocol):
         """Return the body of a request."""
 
     def read(self, question: Question, answer: Any) -> Reply:
-        """Return the values of an answer. BadAnswer if it contradicts the question."""
+        """Return the values of an answer. Raises BadAnswer if the answer contradicts the question."""
 
 
 class VllmCompletions:
@@ -121,10 +121,11 @@ class VllmTokens:
 
 
 class Sglang:
-    """SGLang's /generate with `return_logprob`; given ids are requested as their union over the sequence.
+    """SGLang's /generate with `return_logprob`.
 
-    The request's temperature applies to generated tokens and not to log-probs of given tokens. In the answer, the last
-    id of the model's vocabulary is 0 in `input_token_logprobs`.
+    If each token has its own list of given ids, the request has the union of these lists. The request's temperature
+    applies to generated tokens and not to log-probs of given tokens. In the answer, `input_token_logprobs` has the id 0
+    in place of the last id of the model's vocabulary.
     """
 
     path, listing = "/generate", "/v1/models"
@@ -160,7 +161,7 @@ class Sglang:
         rows = _last_rows(_field(answer, "meta_info", "input_top_logprobs"), question)
         pairs = [_triples(row) for row in rows]
         if any(len(values) != question.topk for values, _ in pairs):
-            raise BadAnswer(f"a token has fewer or more than {question.topk} most likely tokens")
+            raise BadAnswer(f"input_top_logprobs does not have {question.topk} most likely tokens for each token")
         top = np.array([ids for _, ids in pairs], np.int32), _checked([values for values, _ in pairs])
         return Reply(_checked(logprobs), *top)
 
@@ -168,7 +169,8 @@ class Sglang:
 class OpenaiEcho:
     """Completions with `echo` (Together, Fireworks): log-probs of the sequence's tokens.
 
-    Entries of a top-k are texts, and several ids can have the same text, so targets are not supported.
+    A top-k in an answer has the texts of tokens instead of their ids. Several ids can have the same text, so targets
+    are not supported.
     """
 
     path, listing = "/v1/completions", "/v1/models"
@@ -199,7 +201,7 @@ class Tinker:
     """Requests of the package `tinker`: arguments and arrays of its SamplingClient (version 0.38.0).
 
     Only the response is scored (`prompt_logprobs_last_n`), so that the service can take the prompt from its cache.
-    Entries of `prompt_logprobs` and rows of the top-k before the response are NaN or fill values.
+    Before the response, the entries of `prompt_logprobs` and the rows of the top-k are NaN or fill values.
     """
 
     path, listing = "", ""
@@ -234,7 +236,7 @@ PROTOCOLS: Mapping[Literal["vllm", "vllm_tokens", "sglang", "openai", "tinker"],
 
 
 def _field(answer: Any, *path: str | int) -> Any:
-    """Return the value at a path inside a JSON value. BadAnswer if it is missing."""
+    """Return the value at a path inside a JSON value. Raises BadAnswer if the value is missing."""
     value = answer
     for step in path:
         try:
@@ -247,16 +249,23 @@ def _field(answer: Any, *path: str | int) -> Any:
 
 
 def _last_rows(rows: Any, question: Question) -> list[Any]:
-    """Return the rows of the response tokens; `rows` end with the sequence and may start inside the prompt."""
+    """Return the rows of the response tokens.
+
+    The last of `rows` belongs to the last token of the sequence. The first of `rows` may belong to a token of the
+    prompt.
+    """
     length, total = len(question.response), len(question.tokens)
     if not isinstance(rows, list) or not length <= len(rows) <= total:
         count = len(rows) if isinstance(rows, list) else "no"
-        raise BadAnswer(f"log-probs of {count} tokens instead of {length} to {total}")
+        raise BadAnswer(f"the answer has log-probs of {count} tokens instead of {length} to {total} tokens")
     return rows[len(rows) - length :]
 
 
 def _tail(answer: Any, name: str, question: Question) -> np.ndarray:
-    """Return the rows of the response tokens of an array with a row for each token or each token except the first."""
+    """Return the rows of the response tokens from an array of the answer.
+
+    The array has a row for each token of the sequence, or for each token except the first token.
+    """
     array, total = np.asarray(_field(answer, name)), len(question.tokens)
     if not array.ndim or not total - 1 <= len(array) <= total:
         raise BadAnswer(f"{name} has shape {array.shape} instead of {total} rows")
@@ -264,7 +273,7 @@ def _tail(answer: Any, name: str, question: Question) -> np.ndarray:
 
 
 def _from_rows(question: Question, rows: Sequence[Any]) -> Reply:
-    """Return the values of vLLM's `prompt_logprobs`, {id: {logprob, rank}} for each token."""
+    """Return the values of vLLM's `prompt_logprobs`, which has a map {id: {logprob, rank}} for each token."""
     try:
         found = [{int(key): (item["logprob"], item.get("rank")) for key, item in row.items()} for row in rows]
         own = [row[int(token)][0] for row, token in zip(found, question.response, strict=True)]
@@ -274,7 +283,7 @@ def _from_rows(question: Question, rows: Sequence[Any]) -> Reply:
     except KeyError as error:
         raise BadAnswer(f"no log-prob of token {error}: the server scored different tokens") from None
     except (AttributeError, TypeError, ValueError) as error:
-        raise BadAnswer(f"prompt_logprobs are not log-probs by token id: {error}") from None
+        raise BadAnswer(f"prompt_logprobs does not map token ids to log-probs: {error}") from None
     if not question.topk:
         return Reply(_checked(own))
     best = [sorted(row, key=lambda one, row=row: -row[one][0])[: question.topk] for row in found]  # type: ignore[misc]
@@ -298,11 +307,11 @@ def _same_tokens(question: Question, ids: Sequence[int]) -> None:
 
 
 def _checked(values: Any) -> np.ndarray:
-    """Return log-probs as f32. BadAnswer for a value that is missing, not finite, or above 0."""
+    """Return log-probs as f32. Raises BadAnswer for a value that is missing, not finite, or above 0."""
     try:
         array = np.array(values, np.float64)
     except (TypeError, ValueError):
-        raise BadAnswer("log-probs are not numbers, or rows differ in length") from None
+        raise BadAnswer("log-probs are not numbers, or rows of log-probs differ in length") from None
     if not (np.isfinite(array) & (array > SMALLEST) & (array < ROUNDING)).all():
         raise BadAnswer("a log-prob is missing, not finite, or above 0")
     return array.astype(np.float32)

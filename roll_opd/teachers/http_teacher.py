@@ -1,8 +1,9 @@
 """Teachers that are reached over HTTP: `HttpScorer` requests log-probs of token ids, one request for each sequence.
 
-A request is repeated until the server answers: after failures and timeouts the run waits and warns each minute. If an
-answer contradicts its request, the request is repeated; after `BAD_ANSWERS` such answers the run ends. So an update
-never uses a missing or wrong log-prob.
+After a failure or a timeout, a request is repeated until the server answers, or until the time `http.retry_seconds` has
+passed if this key is set. Meanwhile the run waits, and a warning is logged each minute. If an answer contradicts its
+request, the request is repeated; after `BAD_ANSWERS` such answers the run ends. Therefore an update never uses a
+missing or wrong log-prob.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k.
 """
@@ -61,7 +62,7 @@ class HttpScorer:
     is_exact = False  # a server's load determines its batches, which determine the rounding
 
     def __init__(self, name: str, plan: HttpPlan, vocab_size: int, cache: AnswerCache | None = None) -> None:
-        """Read the API key from the environment. RunError if it is not set.
+        """Read the API key from the environment. Raises RunError if the environment variable is not set.
 
         Args:
             name: the teacher's name.
@@ -81,7 +82,10 @@ class HttpScorer:
     def endpoint(
         self, url: str, path: str, method: Literal["POST", "GET"] = "POST", retry_seconds: float | None = None
     ) -> Endpoint:
-        """Return the client for a path on a server; `retry_seconds` None: as in the plan."""
+        """Return the client for a path on a server.
+
+        If `retry_seconds` is None, the time limit for retries is taken from the plan.
+        """
         key, (limits, gives_up) = self._api_key(), self._limits(retry_seconds)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return Endpoint(_joined(url, path), headers, limits, ADVICE, method=method, gives_up=gives_up)
@@ -113,7 +117,10 @@ class HttpScorer:
         return [_as_answer(*one, wanted) for one in zip(questions, replies, strict=True)]
 
     async def ask(self, question: Question, replica: int | None = None) -> Reply:
-        """Return a server's answer to one question; `replica`: number of the address to use, None: any."""
+        """Return a server's answer to one question.
+
+        `replica` is the number of the address to use. If `replica` is None, the least busy address is used.
+        """
         if not len(question.response):
             return _empty(question)
         body, bad = self.protocol.body(question, self.model), 0
@@ -134,7 +141,7 @@ class HttpScorer:
                     url = self._endpoints[number].shown_url
                     raise RunError(
                         f"teacher {self.name}: {url} answered {bad} times with unusable values: {error}; check the"
-                        " model of the server, and http.server"
+                        " model of the server, and check that http.server is the kind of the server"
                     ) from None
             except GaveUp as error:
                 limit = self.plan.retry_seconds
@@ -205,7 +212,7 @@ class HttpScorer:
         return min(range(len(self._busy)), key=lambda n: (self._endpoints[n].is_failing, self._busy[n]))
 
     def _of_model(self, answer: Any) -> Any:
-        """Return `answer`. BadAnswer if it names a different model than the request."""
+        """Return `answer`. Raises BadAnswer if the answer is from another model than the requested model."""
         named = answer.get("model") if isinstance(answer, dict) else None
         if self.model and isinstance(named, str) and named != self.model:
             raise BadAnswer(f"the answer is from model {named!r}, not {self.model!r}")
@@ -220,7 +227,7 @@ class HttpScorer:
         if wanted.target and wanted.target not in self.targets:
             raise RunError(
                 f"teacher {self.name}: a server of kind {self.plan.server} cannot return {wanted.target}; use"
-                " opd_objective: sampled, or another http.server"
+                " opd_objective: sampled, or a server of another kind (http.server)"
             )
         largest = max((int(tokens.max()) for tokens, _ in sequences), default=0)
         if largest >= self._vocab_size:

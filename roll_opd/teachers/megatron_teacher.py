@@ -84,13 +84,19 @@ class Follower:
         return step % self.plan.update_interval == 0
 
     async def save(self, directory: Path) -> Writing:
-        """Write the weights to `directory`/NAME; a live follower has the student's weights and writes none."""
+        """Write the weights to `directory`/NAME.
+
+        Nothing is written for a live follower, because it has the student's weights.
+        """
         if self.plan.is_live:
             return Writing([])
         await self.group.call("save", directory / self.plan.name)
         return Writing([self.group])
 
     async def load(self, directory: Path) -> None:
-        """Restore the weights that `save` wrote. A live follower gets the student's weights by weight sync."""
+        """Restore the weights that `save` wrote.
+
+        Nothing is restored for a live follower, because the weight sync sends it the student's weights.
+        """
         if not self.plan.is_live:
             await self.group.call("load", directory / self.plan.name)

@@ -7,8 +7,8 @@ student's own tokens never change. Rules for the response:
   The teacher's tokenizer encodes each unbroken run of such tokens.
 - A token that ends a turn becomes the teacher's token that ends a turn. Any other special token becomes the teacher's
   special token of the same text. If the teacher has no such token, the student's token has no credit.
-- Observed tokens have no credit. If they form a turn in the student's template, the teacher reads the same content as a
-  turn in its template; otherwise it reads their bytes.
+- Observed tokens have no credit. If the observed tokens form a turn in the student's template, the teacher reads the
+  same content as a turn in its own template. Otherwise the teacher reads the bytes of the observed tokens.
 
 Legend: T-P student tokens and U teacher tokens of a response.
 """
@@ -49,7 +49,8 @@ class OtherTokenizer:
     def reads(self, sample: Sample) -> TokenSequence:
         """Return the teacher's prompt followed by the response in the teacher's tokens, and the prompt's length.
 
-        RunError if the sample has no prompt for this teacher: the student's prompt has other tokens.
+        Raises RunError if the sample has no prompt for this teacher, because the student's prompt has other tokens.
+        Also raises RunError if the sequence is too long for the teacher's model.
         """
         prompt = sample.teacher_prompts.get(self.teacher)
         if prompt is None:
@@ -67,15 +68,18 @@ class OtherTokenizer:
         return np.concatenate([prompt, tokens]), len(prompt)
 
     def wants(self, wanted: Wanted) -> Wanted:
-        """Return the targets to request: the teacher's top-k, if log-probs are of single student tokens."""
+        """Return the targets to request from the teacher.
+
+        If log-probs of single student tokens are computed, the teacher's top-k is requested too.
+        """
         return replace(wanted, topk=self.prefixes.topk, fetched=True) if self.prefixes else wanted
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
         """Return the answer's log-probs mapped to the student's tokens, with the alignment.
 
-        `PrefixLogprobs` computes them for single tokens, `Alignment.on_student_tokens` for chunks (also if some
-        log-prob is not finite). RunError if a teacher token does not have exactly one log-prob, and for targets that
-        `wants` does not request.
+        `PrefixLogprobs` computes log-probs of single student tokens. If `prefixes` is None, or if a log-prob is not
+        finite, `Alignment.on_student_tokens` computes the log-probs from chunks instead. Raises RunError if the number
+        of log-probs is not the number of teacher tokens, or if the answer has targets that were not requested.
         """
         tokens, alignment = self.aligned(sample)
         if answer.logprobs.shape != tokens.shape:
@@ -147,7 +151,7 @@ class OtherTokenizer:
         return teacher[~missing], Alignment(student_ends, teacher_ends, missing, mask, data)
 
     def _observed(self, ids: np.ndarray, before: int | None) -> list[int]:
-        """Return the teacher's tokens for observed tokens; `before`: the student token that precedes them."""
+        """Return the teacher's tokens for observed tokens, which follow the student token `before`."""
         data = self.student.bytes_of(ids.tolist())
         ended = before is not None and int(before) in self.ends
         if (found := self.student_turns.split(data, ended=ended)) and found.role in self.teacher_turns.around:
@@ -171,7 +175,11 @@ class OtherTokenizer:
 
 
 def _stretches(single: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
-    """Return (start, end) of each unbroken run of action tokens or of observed tokens, and of each `single` token."""
+    """Return (start, end) of each stretch of tokens.
+
+    A stretch is one `single` token, or an unbroken run of other action tokens, or an unbroken run of other observed
+    tokens.
+    """
     if not len(mask):
         return []
     breaks = (mask[1:] != mask[:-1]) | single[1:] | single[:-1]

@@ -1,25 +1,29 @@
 """A teacher's log-probs of the student's tokens, from one pass over the teacher's tokens of the same text.
 
-How a tokenizer splits text depends on the bytes that follow. If a teacher expects the token `\\n1`, its log-prob of the
-token `\\n` is low, although the byte `\\n` has a probability near 1. The exact quantity is a probability of text. Let
-P(n) be the probability that the teacher's text begins with the first n bytes of the response. A student token of the
-bytes m to n then has the log-prob
+Which token a tokenizer makes of some bytes depends on the bytes that follow. For example, if a teacher expects the
+token `\\n1`, its log-prob of the token `\\n` is low, although the probability of the byte `\\n` is near 1. For this
+reason, log-probs of tokens are computed here from probabilities of text. Let P(n) be the probability that the teacher's
+text begins with the first n bytes of the response. A student token that covers the bytes from m to n then has the
+log-prob
 
     q = log P(n) - log P(m)
 
-P(n) is a sum over the shortest token sequences that cover the n bytes. Each sequence has the teacher's tokens of the
-response up to the start b of some token, and then one token t, which covers the bytes b to n and may be longer:
+P(n) is a sum over the shortest token sequences that cover the first n bytes. Let b be a byte at which one of the
+teacher's tokens of the response starts. A sequence then consists of the teacher's tokens before b and of one further
+token t at b. The token t covers the bytes from b to n, and can extend beyond n:
 
     P(n) = Σ_b Σ_t exp(A_b) · p(t | b),    A_b: log-prob of the teacher's tokens before byte b
 
-The tokens t at b are the teacher's token of the response and the tokens of the teacher's top-k. A token t that is
-longer counts if the student's tokenizer would also split its bytes at n. With the same tokenizer, tokens t that are
-longer do not count, and q is the teacher's log-prob of the token. Sequences that differ from the response's tokens
-before b would need a further pass each and are left out. Tokens beyond the top-k are left out too. This lowers P at
-some n, and moves part of a penalty from a token to its neighbour. Over a whole text, Σ q is always the log-prob of the
-teacher's tokens.
+The candidates for t at b are the teacher's own token of the response at b, and the tokens of the teacher's top-k at b.
+A candidate of the top-k that extends beyond n counts only if the student's tokenizer would also end a token at n in the
+text with this candidate. If student and teacher have the same tokenizer, no candidate that extends beyond n counts, and
+q is the teacher's log-prob of the token. Two kinds of sequences are left out. Sequences that differ from the teacher's
+tokens before b are left out, because each of them would need a further pass. Sequences with a token t that is not in
+the top-k are left out, because its log-prob is unknown. As a result, P(n) is too low at some n, and part of a penalty
+moves from one token to a neighbouring token. Over a whole text, the sum of q is always the log-prob of the teacher's
+tokens.
 
-Legend: T-P student tokens of a response, U teacher tokens of it, K tokens of a top-k, V token ids.
+Legend: T-P student tokens and U teacher tokens of a response, K tokens of a top-k, V token ids.
 """
 
 from collections.abc import Iterator
@@ -36,7 +40,7 @@ KEPT_CUTS = 65536  # maximum number of texts whose student tokens are cached
 
 @dataclass(frozen=True)
 class PrefixLogprobs:
-    """Computes log-probs of student tokens from both tokenizers and the teacher's top-k (`topk` entries)."""
+    """Computes a teacher's log-probs of student tokens, with both tokenizers and a teacher's top-k of `topk` tokens."""
 
     student: ByteEncoder
     teacher: TokenBytes
@@ -51,14 +55,14 @@ class PrefixLogprobs:
         logprobs: np.ndarray,
         top: tuple[np.ndarray, np.ndarray],
     ) -> np.ndarray:
-        """Return the teacher's log-probs q on the student's tokens, f32 [T-P]; NaN without a credit.
+        """Return the teacher's log-probs q on the student's tokens, f32 [T-P]; NaN for tokens without credit.
 
         If a student token is also a teacher token, and longer tokens do not count, q is the teacher's log-prob, bit for
         bit.
 
         Args:
             alignment: alignment of the response.
-            is_text: bool [T-P], true for ordinary text; no teacher token spans such a token and another kind of token.
+            is_text: bool [T-P], true for tokens of ordinary text; no teacher token has bytes of both kinds of tokens.
             tokens: int64 [U - missing], the teacher's tokens.
             logprobs: f32 [U - missing], finite.
             top: ids and log-probs [U - missing, K] of the most likely tokens at the position of each token in `tokens`.
@@ -82,7 +86,10 @@ class PrefixLogprobs:
         return np.where(credited, found, np.nan).astype(np.float32)
 
     def _candidates(self, text: "_Text", tokens: np.ndarray, ids: np.ndarray) -> list[tuple[int, int]]:
-        """Return (teacher token, entry of its top-k) for entries that may cover the end of a student token."""
+        """Return the candidates of the top-k that may count, as pairs (index of a teacher token, index in the top-k).
+
+        A candidate may count if its first byte is correct and it is long enough to reach the end of a student token.
+        """
         ids = np.minimum(ids, len(self._firsts) - 1)
         firsts = np.frombuffer(text.data, np.uint8)[np.minimum(text.starts, len(text.data) - 1)]
         fits = (self._firsts[ids] == firsts[:, None]) & (ids != tokens[:, None])
@@ -90,9 +97,11 @@ class PrefixLogprobs:
         return [(int(row), int(entry)) for row, entry in np.argwhere(fits)]
 
     def _covered(self, text: "_Text", row: int, piece: bytes) -> Iterator[int]:
-        """Yield the student tokens at whose ends a token with bytes `piece` counts if it replaces teacher token `row`.
+        """Yield each student token at whose end a candidate counts.
 
-        Up to such an end, `piece` has the bytes of the response, and the student's tokenizer splits it in the same way.
+        The candidate has the bytes `piece` and replaces the teacher token with index `row`. It counts at the end of a
+        student token if two conditions are met: up to this end, the bytes of the candidate are the bytes of the
+        response, and the student's tokenizer splits these bytes in the same way as in the response.
         """
         start, first = int(text.starts[row]), int(text.nexts[row])
         begin = int(text.ends[first - 1]) if first else 0
@@ -127,7 +136,7 @@ class PrefixLogprobs:
 
     @cached_property
     def _lengths(self) -> np.ndarray:
-        """int64 [V + 1], bytes of each token."""
+        """int64 [V + 1], number of bytes of each token."""
         return np.append(self.teacher.lengths, 0)
 
 
@@ -150,7 +159,7 @@ class _Text:
 
     @classmethod
     def of(cls, alignment: Alignment, is_text: np.ndarray, logprobs: np.ndarray) -> "_Text":
-        """Return the arrays of an alignment with at least one token in each tokenizer."""
+        """Return the arrays of an alignment that has at least one student token and at least one teacher token."""
         ends, teacher_ends, covered = alignment.student_ends, alignment.teacher_ends, ~alignment.missing
         values = np.zeros(len(covered))
         values[covered] = logprobs

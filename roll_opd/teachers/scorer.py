@@ -38,7 +38,7 @@ class Wanted:
 
     @property
     def target(self) -> Target | None:
-        """The kind of targets; None: log-probs of the sequence's own tokens suffice."""
+        """The kind of targets to compute; None if only the log-probs of the sequence's own tokens are needed."""
         if self.hidden:
             return "hidden"
         return "topk" if self.topk else "ids" if self.ids else None
@@ -78,12 +78,12 @@ class TeacherScorer(Protocol):
         """Return an answer for each sequence, in order. Calls may run concurrently.
 
         Logits are divided by `temperature` before the softmax. A log-prob that is not finite is returned unchanged; an
-        update that reads it is skipped and counted. RunError, with the scorer's name and a remedy, for a token outside
-        the vocabulary, for targets that the scorer cannot compute, and for a failure.
+        update that reads it is skipped and counted. Raises RunError if a token is outside the vocabulary, if the scorer
+        cannot compute the targets, or if the scorer fails. The message of the error has the scorer's name and a remedy.
         """
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return metrics `opd/teacher/NAME/*` since the last call, such as requests and tokens sent."""
+        """Return the metrics `opd/teacher/NAME/*` since the last call, such as the number of requests."""
 
     def end(self) -> None:
         """Release processes or connections; further calls do nothing."""

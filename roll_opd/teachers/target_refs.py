@@ -31,7 +31,10 @@ def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
 def opened(
     held: Sequence[Mapping[str, TargetRef]], needed: Sequence[Sequence[int]]
 ) -> list[dict[str, dict[str, np.ndarray]]]:
-    """Return, for each sample, a map: name -> arrays; empty arrays for samples outside the micro-batches `needed`."""
+    """Return a map for each sample: name of targets -> arrays.
+
+    Samples that are not in the micro-batches `needed` get empty arrays.
+    """
     numbers = {number for part in needed for number in part}
     wanted = {id(one): one for number in numbers for one in held[number].values()}.values()
     references = list({one.bundle: None for one in wanted})
@@ -48,7 +51,8 @@ def opened(
 def with_targets(samples: Sequence[Sample], targets: Sequence[Mapping[str, Mapping[str, np.ndarray]]]) -> list[Sample]:
     """Return the samples of a shard with the targets of every teacher as columns `TEACHER/ARRAY`.
 
-    Samples without targets of a teacher get zeros. These do not enter the loss, because their `share` is 0.
+    If a sample has no targets of a teacher, the sample's columns for this teacher are zeros. The zeros do not enter the
+    loss, because the sample's column `TEACHER/share` is 0.
     """
     teachers = {name: arrays for own in targets for name, arrays in own.items()}
     result = []

@@ -1,7 +1,8 @@
 """Check a teacher by its log-probs on a few samples.
 
-A wrong teacher raises no error: it returns plausible log-probs, and the student trains on them. The checks compare the
-teacher's log-probs with each other, and with the log-probs of the student, which sampled the texts.
+A wrong teacher raises no error: it returns plausible log-probs, and the student trains on them. The checks compare
+different log-probs of the teacher with each other. They also compare the teacher's log-probs with the student's
+log-probs of the same texts.
 
 Legend: N scored tokens of all texts, K tokens of a top-k, S samples.
 """
@@ -63,7 +64,7 @@ class Readings:
     ended: np.ndarray  # bool [N], true at the token that ended a sample
 
     def without(self, observed: np.ndarray) -> "Readings":
-        """Return the readings without the tokens where the mask `observed` (bool [N]) is true."""
+        """Return the readings without observed tokens; the mask `observed`, bool [N], is true at observed tokens."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return Readings(**{name: array[~observed[: len(array)]] for name, array in arrays.items()})
 
@@ -102,9 +103,10 @@ def checks(readings: Readings, settings: Settings) -> list[Check]:
 
 
 def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> float:
-    """Return the slope of `gaps` [S] over `rewards` [S], divided by its group-robust standard error; 0 for slope 0.
+    """Return the slope of `gaps` [S] over `rewards` [S], divided by its group-robust standard error.
 
-    Samples of one group are dependent, so their residuals are summed first (Liang and Zeger 1986).
+    The result is 0 if the slope is 0. Samples of one group are dependent, so their residuals are summed first (Liang
+    and Zeger 1986).
     """
     numbers = np.unique(np.asarray(groups), return_inverse=True)[1]
     count = int(numbers.max()) + 1
@@ -120,7 +122,7 @@ def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]
 
 
 def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> Check:
-    """Return the verdict on how teacher minus student log-prob per token depends on a sample's reward.
+    """Check how the difference between teacher and student log-probs per token depends on the reward of a sample.
 
     The verdict is a warning if the teacher significantly prefers samples with a lower reward.
     """
@@ -134,12 +136,13 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
             PREFERENCE,
             value,
             "warning",
-            "relative to the student, the teacher prefers the samples with the lower reward: it is no better than the"
-            " student at this task, or layers are missing, or it reads another text; measure its accuracy"
-            " (validation.evaluate_teacher)",
+            "relative to the student, the teacher prefers the samples with the lower reward: the teacher is no better"
+            " than the student at this task, or its layers are missing, or it reads another text than the student;"
+            " measure the teacher's accuracy (validation.evaluate_teacher)",
         )
     meaning = (
-        "teacher minus student log-prob per token, for samples with a reward above the mean compared with the others"
+        "mean of teacher minus student log-prob per token, first over the samples with a reward above the mean reward,"
+        " then over the other samples"
     )
     return Check(PREFERENCE, value, "ok", meaning)
 
@@ -179,12 +182,15 @@ def _twice(readings: Readings, settings: Settings) -> Check:
         "failed" if wrong else "ok",
         "the teacher's log-probs of one sequence change from call to call: dropout is on, or the weights change"
         if wrong
-        else "mean difference in nats of two computations",
+        else "mean difference between two computations, in nats",
     )
 
 
 def _temperature(readings: Readings, settings: Settings) -> Check:
-    """Check the update's temperature T: differences of log-probs at T are 1/T of the differences at 1."""
+    """Check that the update reads log-probs at the sampling temperature T.
+
+    The difference of two log-probs at temperature T is 1/T of their difference at temperature 1.
+    """
     wanted = settings.temperature
     plain = (readings.teacher_plain[:, :1] - readings.teacher_plain[:, 1:]).astype(np.float64)
     scored = (readings.teacher_topk[:, :1] - readings.teacher_topk[:, 1:]).astype(np.float64)
@@ -196,15 +202,16 @@ def _temperature(readings: Readings, settings: Settings) -> Check:
     wrong = abs(measured / wanted - 1) > TEMPERATURE_ERROR
     verdict: Verdict = "failed" if wrong or in_step > settings.tolerance else "ok"
     meaning = (
-        "measured from the log-probs at temperature 1; then the difference from the log-probs of the step, in nats"
+        "temperature measured by comparison with log-probs at temperature 1; then the mean difference, in nats, from"
+        " the log-probs that the update reads"
     )
     if wrong:
         meaning = (
-            "the teacher scores at another temperature than the student samples at, so their log-probs are not"
-            " comparable"
+            "the temperature of the teacher's log-probs is not the student's sampling temperature, so the log-probs of"
+            " teacher and student are not comparable"
         )
     elif verdict == "failed":
-        meaning = "the log-probs of the step differ from the teacher's log-probs at the sampling temperature"
+        meaning = "the log-probs that the update reads differ from the teacher's log-probs at the sampling temperature"
     return Check("sampling temperature", f"{measured:.3f}, wanted {wanted:g}; step {in_step:.1e}", verdict, meaning)
 
 
@@ -215,7 +222,7 @@ def _reads_input(readings: Readings, settings: Settings) -> Check:
     same = len(readings.teacher_ids) > 1 and bool(
         (readings.teacher_ids == readings.teacher_ids[0]).all() and np.ptp(readings.teacher_topk, axis=0).max() < FLAT
     )
-    meaning = "probability of the most likely token, on average"
+    meaning = "mean probability of the most likely token"
     if flat:
         meaning = "the distribution is uniform (-ln V): the weights of embedding, final norm or output head are missing"
     elif same:
@@ -243,26 +250,27 @@ def _enough(readings: Readings) -> Iterator[Check]:
 
 
 def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarray) -> Check:
-    """Compare the teacher's mean log-prob of a text with the student's and with a uniform distribution."""
+    """Compare the teacher's mean log-prob of a text with the student's mean and with a uniform distribution."""
     teacher = float(readings.teacher_logprobs[chosen].mean(dtype=np.float64))
     student = float(readings.student_logprobs[chosen].mean(dtype=np.float64))
     gaps = (readings.teacher_logprobs - readings.student_logprobs)[chosen].astype(np.float64)
     common = float(np.exp(np.minimum(gaps, 0)).mean())  # estimates 1 - total variation distance
     guess, margin = -math.log(settings.vocab_size), MARGIN / min(1.0, settings.temperature)
     verdict: Verdict = "ok"
-    meaning = f"nats a token; a sound teacher is at most {margin:.2g} below the student"
+    meaning = f"mean log-probs in nats; a sound teacher is at most {margin:.2g} nats below the student"
     # no verdict on text that the student cannot predict either, such as prompts for a model trained on answers
     if teacher < student - margin and student > guess + margin:
         verdict, rest = "warning", ""
         if teacher < guess:
             fails = name == "samples" and not settings.reads_more and common < IN_COMMON
             verdict = "failed" if fails else "warning"
-            rest = f" and below a uniform distribution (-ln V), and they share {common:.0%} of their probability"
+            rest = f" and below a uniform distribution (-ln V), and the models share {common:.0%} of their probability"
         meaning = (
-            f"the teacher's mean log-prob of the {name} is more than {margin:.2g} nats below the student's{rest}:"
-            + (" either its prompt leads to different answers, or it has" if settings.reads_more else "")
+            f"the teacher's mean log-prob of the {name} is more than {margin:.2g} nats below the student's"
+            f" mean log-prob{rest}:"
+            + (" the teacher's prompt leads to different answers, or the cause is" if settings.reads_more else "")
             + " the weights of another model, missing layers, coarse quantisation, or token ids or a template"
-            " that it does not know"
+            " with which the teacher was not trained"
         )
     elif name == "samples" and teacher < min(guess, student - margin):
         verdict = "warning"
@@ -277,7 +285,7 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
 
 
 def _overlap(readings: Readings) -> Check:
-    """Check the probability that each model gives to the other model's top-k, over the student's samples."""
+    """Check how much probability each model gives to the other model's top-k, in the student's samples."""
     chosen = readings.sampled
     student_ids, teacher_ids = readings.student_ids[chosen], readings.teacher_ids[chosen]
     shared_NKK = student_ids[:, :, None] == teacher_ids[:, None, :]
@@ -298,7 +306,8 @@ def _overlap(readings: Readings) -> Check:
         "student and teacher predict different tokens: token ids of another family, weights of several models, or"
         " text outside the teacher's training data"
         if few
-        else "fraction of tokens in both top-k, and their probability under student and teacher",
+        else "fraction of the student's top-k that is also in the teacher's top-k, and the probability of these tokens"
+        " under the student and under the teacher",
     )
 
 
@@ -313,7 +322,7 @@ def _ends(readings: Readings, settings: Settings) -> Iterator[Check]:
         f"{teacher:.2f}, student {student:.2f}",
         "warning" if wrong else "ok",
         "the teacher gives the token that ends the student's answers almost no probability, so the student learns not"
-        " to stop: their end-of-sequence tokens or templates differ"
+        " to stop: the end-of-sequence tokens or the templates of the two models differ"
         if wrong
         else "mean log-prob of the token that ended a sample",
     )

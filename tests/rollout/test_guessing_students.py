@@ -60,7 +60,7 @@ def test_what_samples_of_a_guessing_student_say(student: float, teacher: float, 
         (-9.12, -13.8, "not judged: the student is no better than a uniform distribution (-ln V)"),
         (-9.12, -9.0, "not judged: the student is no better than a uniform distribution (-ln V)"),
         (-4.3, -17.0, "not judged: the student is no better than a uniform distribution (-ln V)"),
-        (-0.2, -0.9, "nats a token; a sound teacher is at most 1.5 below the student"),
+        (-0.2, -0.9, "mean log-probs in nats; a sound teacher is at most 1.5 nats below the student"),
     ],
 )
 def test_text_that_the_student_cannot_predict_is_not_judged(
