@@ -156,8 +156,8 @@ def _packed_rows(table: "pa.Table", packing: LogprobPacking) -> Iterator[Teacher
     """
     columns = (lists(table[name]) for name in ("input_ids", "compressed_logprobs", "bytepacked_indices"))
     for tokens, logprobs, indices in zip(*columns, strict=True):
-        if tokens is None or logprobs is None or indices is None or not len(tokens):
-            yield BadRow(INCONSISTENT, "an empty value, or positions of different sizes")
+        if tokens is None or logprobs is None or indices is None or len(tokens) < 2:
+            yield BadRow(INCONSISTENT, "an empty value, positions of different sizes, or fewer than two tokens")
             continue
         scored = len(tokens) - 1
         if not scored <= len(logprobs) == len(indices) <= len(tokens):
@@ -175,7 +175,7 @@ def _packed_rows(table: "pa.Table", packing: LogprobPacking) -> Iterator[Teacher
 
 
 def _position_bytes(values: np.ndarray) -> np.ndarray:
-    """Return the bytes of positions, uint8 [R, B]; for a row without positions, B is 1."""
+    """Return the bytes of a row's positions, uint8 [R, B], R > 0."""
     return values.reshape(len(values), -1).astype(np.uint8)
 
 

@@ -338,7 +338,8 @@ def test_a_file_of_distillkit_is_read_and_its_faults_are_named(
     }
     short = {**row, "bytepacked_indices": row["bytepacked_indices"][:2]}
     longer = {**row, "compressed_logprobs": [[*position, 0] for position in row["compressed_logprobs"]]}
-    pq.write_table(pa.Table.from_pylist([row, short, longer]), tmp_path / "data_0.parquet")
+    single = {"input_ids": [5], "compressed_logprobs": [], "bytepacked_indices": []}
+    pq.write_table(pa.Table.from_pylist([row, short, longer, single]), tmp_path / "data_0.parquet")
     expected = Expected(len(tokenizer), topk=3)
     rows, report = open_teacher_files(plan_of(tmp_path / "data_0.parquet", on_bad_row="drop"), tokenizer, expected)
     (read,) = rows.all()
@@ -347,6 +348,7 @@ def test_a_file_of_distillkit_is_read_and_its_faults_are_named(
     assert read.scores.topk_ids.tolist() == [position[2] for position in positions[:3]]
     text = report.describe_bad()
     assert "4 positions of log-probs and 2 of ids for 4 tokens" in text and "13 bytes of log-probs" in text
+    assert "fewer than two tokens" in text
 
 
 def test_files_of_no_known_format_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
