@@ -46,7 +46,7 @@ def test_pass_at_k_of_many_samples_is_exact_and_finite() -> None:
     assert pass_at(512, 1024, 0) == 0.0
     assert pass_at(1024, 1024, 1) == 1.0
     for wrong in ((0, 4, 1), (5, 4, 1), (1, 4, 5), (1, 4, -1)):
-        with pytest.raises(ValueError, match="does not exist"):
+        with pytest.raises(ValueError, match="is not defined"):
             pass_at(*wrong)
 
 
