@@ -2,8 +2,9 @@
 
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
 called if its name is mentioned in code that the run reaches, or in any other code of the user's modules. A method that
-passes `self` to other code, or computes the name of an attribute, may call every hook, so then all hooks count as
-called. A hook that only roll_opd calls must accept the arguments of that call.
+passes `self` to other code, or that computes the name of an attribute, may call any hook. If the run reaches such a
+method, all hooks count as called, except the hooks that only the runner calls (`RUN`). A hook that only roll_opd calls
+must accept the arguments of that call.
 """
 
 import dis
@@ -37,7 +38,7 @@ HOOKS = {
     "run": "the class is asynchronous (is_async): write run_async, or is_async = False",
     "run_async": "write is_async = True in the class, or name it run",
     "execute": "write run or run_async; their return value is collected",
-    "set_repeat_times": "write can_repeat = True if one call makes all runs of a row, else remove it",
+    "set_repeat_times": "write can_repeat = True if one call makes all runs of a row, else remove the method",
 }
 
 
@@ -65,7 +66,7 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _async_problem(name: str, hook: Any) -> str | None:
-    """Return why a hook cannot be awaited, or cannot be called without `await`; None without a problem."""
+    """Return the problem if a hook is awaited but cannot be, or is a coroutine but is not awaited; else None."""
     is_awaited, is_coroutine = name.endswith("_async"), inspect.iscoroutinefunction(hook)
     if is_awaited and not _may_be_awaited(hook) and name != "run_async":
         return "is awaited; write `async def`"
@@ -76,9 +77,10 @@ def _async_problem(name: str, hook: Any) -> str | None:
 
 
 def _call_problem(kind: type, name: str) -> str | None:
-    """Return why a hook cannot be called with the arguments of the base class that declares it; None if it can.
+    """Return the problem if a hook does not accept the arguments with which its base class calls it, else None.
 
-    If the hook has a decorator, the signature of the decorator counts, because it may change the arguments.
+    The base class that declares the hook determines the arguments. If the hook has a decorator, the signature of the
+    decorated function is checked, because a decorator may change the arguments.
     """
     declared = next(
         (vars(base).get(name) for base in kind.__mro__ if _is_package_class(base) and name in vars(base)), None
@@ -103,7 +105,7 @@ def _is_package_class(base: type) -> bool:
 
 
 def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
-    """Return method name -> modules that mention it, and whether the user's code may call methods of any name."""
+    """Return a map from method name to modules that mention the method, and whether user code may call any method."""
     both = isinstance(getattr(kind, "is_async", None), property)  # only an instance has the value
     entries = ["run", "run_async"] if both else ["run_async" if flag(kind, "is_async") else "run"]
     entries += ["reset"] if flag(kind, "can_reset") or callable(getattr(kind, "resettable", None)) else []
@@ -126,7 +128,11 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
 
 
 def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
-    """Yield (class, code) of a method and, as long as code mentions its name (super()), of the base class's method."""
+    """Yield (class, code) of a method and of the base methods that it may call.
+
+    If the code of the method mentions the method's own name, it may call super(), so the method of the next base class
+    is also yielded.
+    """
     for base in kind.__mro__:
         codes = list(codes_of(vars(base).get(name)))
         yield from ((base, code) for code in codes)
@@ -147,7 +153,7 @@ def _mentioned_elsewhere(own: Sequence[type]) -> set[str]:
 
 
 def codes_of(part: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, method or property, of its decorators and of functions in their closures."""
+    """Yield the code of a function, a method or a property, of its decorators, and of functions in their closures."""
     if isinstance(part, property):
         left: list[Any] = [part.fget, part.fset]
     else:
@@ -167,7 +173,7 @@ def codes_of(part: Any) -> Iterator[CodeType]:
 
 
 def _cell_value(cell: CellType) -> Any:
-    """Return the value of a closure's cell; None for an empty cell."""
+    """Return the value of a closure's cell, or None if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -175,7 +181,7 @@ def _cell_value(cell: CellType) -> Any:
 
 
 def _may_be_awaited(hook: Any) -> bool:
-    """Return whether a function may return an awaitable: a coroutine, or the result of another call."""
+    """Return whether a function is a coroutine function, or returns a value that may be awaitable."""
     for code in codes_of(hook):
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE):
             return True
@@ -214,7 +220,7 @@ def _self_attributes(code: CodeType) -> Iterator[str]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names in code, including strings, since `getattr(self, "reward")` may call a method."""
+    """Yield the names in code, and also strings that may be names, as in `getattr(self, "reward")`."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

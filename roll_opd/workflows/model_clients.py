@@ -1,4 +1,4 @@
-"""OpenAI clients of the policy for the calling run, and attributes of a model that workflows of Trinity-RFT read."""
+"""OpenAI clients of the policy for the calling run, and the model attributes that Trinity-RFT's workflows read."""
 
 import ssl
 from collections.abc import Callable
@@ -15,7 +15,7 @@ NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> alternative here
     **dict.fromkeys(("overwrite_history_experiences_async", "update_experience_reward_async"), _RECORDED),
     "clone_with_isolated_history": "use self.model.history, which belongs to one run",
     **dict.fromkeys(
-        ("get_lora_request", "get_lora_request_async"), "remove the call, as requests use the adapter anyway"
+        ("get_lora_request", "get_lora_request_async"), "remove the call, because requests always use the adapter"
     ),
     **dict.fromkeys(("get_current_load", "get_available_address_async"), "use api_address, which serves all engines"),
     **dict.fromkeys(("sync_model_weights", "init_process_group", "shutdown"), "remove the call, as the run does this"),
@@ -24,7 +24,7 @@ NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> alternative here
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's `config`: the attributes that Trinity-RFT workflows read."""
+    """The value of a model's `config`, with the attributes that Trinity-RFT's workflows read."""
 
     model_path: str
     name: str | None = None  # name of an auxiliary model in the configuration
@@ -43,7 +43,7 @@ class ModelClients(RunAccess):
 
     @property
     def model_path(self) -> str:
-        """Directory of the model; OpenAI clients use it as the model's name."""
+        """Directory of the model, which is also the model's name in requests of OpenAI clients."""
         return self.config.model_path
 
     model_name = model_path
@@ -65,21 +65,21 @@ class ModelClients(RunAccess):
 
     @property
     def base_url(self) -> str:
-        """`base_url` for an OpenAI client with `api_key`."""
+        """The `base_url` of an OpenAI client whose key is `api_key`."""
         return f"{self.api_address}/v1"
 
     @property
     def session_url(self) -> str:
-        """`base_url` with this run's session in the path, for an OpenAI client that uses the key `endpoint_api_key`."""
+        """The `base_url` of an OpenAI client whose key is `endpoint_api_key`; the path has the session of this run."""
         return f"{self.api_address}/sessions/{self._endpoint.session(self._run()).id}/v1"
 
     @property
     def api_key(self) -> str:
-        """API key of this run, valid until the run ends; requests with this key belong to the run."""
+        """API key of this run, which is valid until the run ends. Requests with this key belong to the run."""
         return str(self._endpoint.session(self._run()).key)
 
     def get_openai_client(self) -> Any:
-        """Return an `openai.OpenAI` client for threads; its requests belong to the calling run."""
+        """Return an `openai.OpenAI` client for use in threads. Requests of the client belong to the calling run."""
         from openai import DefaultHttpxClient, OpenAI
 
         def key() -> str:
@@ -89,7 +89,7 @@ class ModelClients(RunAccess):
         return self._client(OpenAI, key, DefaultHttpxClient)
 
     def get_openai_async_client(self) -> Any:
-        """Return an `openai.AsyncOpenAI` client; its requests belong to the calling run."""
+        """Return an `openai.AsyncOpenAI` client. Requests of the client belong to the calling run."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         async def key() -> str:
@@ -113,5 +113,5 @@ class ModelClients(RunAccess):
     @property
     def _endpoint(self) -> Any:
         if self.endpoint is None:
-            raise RuntimeError("this model has no endpoint; call its methods")
+            raise RuntimeError("this model has no endpoint; call chat or generate of the model")
         return self.endpoint

@@ -62,7 +62,7 @@ def text_message(response: Experience) -> dict[str, Any]:
 
 
 class Responses(list):
-    """The list of responses of one call; an attribute of the list is the attribute of the first response."""
+    """The list of responses of one call. An attribute that a list lacks is read from the first response."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self:
@@ -95,8 +95,10 @@ class ModelWrapper(ModelClients):
 
         `options` are sampling parameters of vLLM and OpenAI (n, temperature, top_p, top_k, max_tokens, stop,
         repetition_penalty), with defaults from the configuration. `tools` and `chat_template_kwargs` are passed to the
-        template. Raises NoRoomError if the conversation leaves no room for a response, ValueError if the template drops
-        a message, a tool or a call.
+        template.
+
+        Raises NoRoomError if the conversation leaves no room for a response. Raises ValueError if the template drops a
+        message, a tool or a call.
         """
         return self._wait(self.chat_async(messages, **options))
 
@@ -114,9 +116,9 @@ class ModelWrapper(ModelClients):
         as_message: AsMessage | None = None,
         **options: Any,
     ) -> list[tuple[Experience, Call]]:
-        """Return `n` responses to a conversation, as `chat` does, each with the call that made it.
+        """Return `n` responses to a conversation, as `chat` does, each with its entry in the call tree.
 
-        `as_message` converts a response to an assistant message; None: to a message with the response's text.
+        `as_message` converts a response to an assistant message. If it is None, the message has the response's text.
         """
         given = [dict(message) for message in messages]
         continues = continue_final_message
@@ -155,7 +157,7 @@ class ModelWrapper(ModelClients):
         return len(tree.tokens(text)[0])
 
     def forget(self, answered: Sequence[tuple[Experience, Call]]) -> None:
-        """Remove responses of `answer` that could not be delivered to the client."""
+        """Remove responses that `answer` returned but that could not be delivered to the client."""
         run, lost = RUN.get(), [part for pair in answered for part in pair]
         tree = run.tree_of(self.tokenizer)
         tree.calls = [call for call in tree.calls if call not in lost]
@@ -194,14 +196,14 @@ class ModelWrapper(ModelClients):
         return self.convert_messages_to_experience(messages, tools)
 
     def branches(self) -> list[Experience]:
-        """Return this run's conversations as one experience each; every sampled token is trained on once.
+        """Return one experience for each conversation of this run. Every sampled token is trained on once.
 
         A call whose messages do not continue an earlier call starts a new conversation.
         """
         return [self._described(made, call.completion) for made, call in self._run().tree_of(self.tokenizer).branches()]
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
-        """Return `n` responses to each text, in order; `options` as in `chat`."""
+        """Return `n` responses to each text, in the order of the texts. The `options` are the same as in `chat`."""
         return self._wait(self.generate_async(prompts, **options))
 
     async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:
@@ -217,24 +219,27 @@ class ModelWrapper(ModelClients):
         return found
 
     def logprobs(self, tokens: Sequence[int] | Tensor, temperature: float = 1.0) -> Tensor:
-        """Return log-probs of tokens 1 to T-1 at temperature 1, f32 [T-1]; T must leave room for one more token."""
+        """Return the log-probs of tokens 1 to T-1 at temperature 1, f32 [T-1].
+
+        T must be less than the maximum sequence length, because the engine also samples one token.
+        """
         return self._wait(self.logprobs_async(tokens, temperature))
 
     async def logprobs_async(self, tokens: Sequence[int] | Tensor, temperature: float = 1.0) -> Tensor:
         """Async form of `logprobs`."""
         if temperature != 1.0:
-            raise ValueError(f"log-probs of given tokens are at temperature 1, not {temperature}; leave it out")
+            raise ValueError(f"log-probs of given tokens are at temperature 1, not {temperature}; omit `temperature`")
         ids = torch.as_tensor(tokens).tolist()
         return torch.from_numpy(await self._engines.prompt_logprobs(self._run().group, ids))
 
     @property
     def model_version(self) -> int:
-        """Number of weight updates so far."""
+        """The version of the engines' weights, which is the number of weight updates so far."""
         return self._wait(self._engines.weights_version())
 
     @property
     async def model_version_async(self) -> int:
-        """Number of weight updates so far."""
+        """The version of the engines' weights, which is the number of weight updates so far."""
         return await self._engines.weights_version()
 
     async def _respond(
@@ -246,8 +251,8 @@ class ModelWrapper(ModelClients):
         room = self._max_model_len - longest
         if room < 1:
             raise NoRoomError(
-                f"the prompt has {longest} tokens, which leaves no room for a response: prompt and response have"
-                f" {self._max_model_len} together; {MORE_ROOM}"
+                f"the prompt has {longest} tokens, which leaves no room for a response: prompt and response may"
+                f" have {self._max_model_len} tokens together; {MORE_ROOM}"
             )
         once = replace(sampling, n=1, max_new_tokens=min(sampling.max_new_tokens, room))
         asked = [prompt for prompt in prompts for _ in range(sampling.n)]
@@ -285,7 +290,7 @@ class ModelWrapper(ModelClients):
         continues: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Render a conversation with the chat template, with the sampled text of earlier responses.
+        """Render a conversation with the chat template, in which earlier responses have their sampled text.
 
         Raises ValueError if the template drops a message, a tool or a call.
         """
@@ -315,7 +320,7 @@ class ModelWrapper(ModelClients):
 
 
 def sampling_of(sampling: SamplingPlan, options: Mapping[str, Any]) -> SamplingPlan:
-    """Return `sampling` updated by a call's `options`; raises TypeError for an unknown option."""
+    """Return a copy of `sampling` with the `options` of a call. Raises TypeError for an unknown option."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name in _SAMPLING:

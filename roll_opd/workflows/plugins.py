@@ -58,7 +58,7 @@ def load_plugins(directory: str) -> None:
 
 
 def find_workflow(name: str, plugin_dir: str | None) -> Any:
-    """Return the workflow class `name`; raises WorkflowError if it is missing or incomplete."""
+    """Return the workflow class `name`. Raises WorkflowError if the class is missing or incomplete."""
     if plugin_dir:
         load_plugins(plugin_dir)
     found: Any = WORKFLOWS.find(name)
@@ -88,7 +88,7 @@ def _has(kind: type, method: str) -> bool:
 
 
 def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any]) -> Any:
-    """Return the reward function class `name`; raises WorkflowError if it is missing or rejects `arguments`."""
+    """Return the reward function class `name`. Raises WorkflowError if it is missing or rejects `arguments`."""
     if plugin_dir:
         load_plugins(plugin_dir)
     found: Any = REWARD_FUNCTIONS.find(name)
@@ -100,7 +100,7 @@ def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any])
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of an error from the first frame of user code."""
+    """Return the traceback of an error, starting at the first frame of user code."""
     # an `exit()` is re-raised as another error, so the user's frame is in the traceback of the cause
     shown = error.__cause__ if isinstance(error.__cause__, SystemExit | KeyboardInterrupt) else error
     frames = traceback.extract_tb(shown.__traceback__)
@@ -109,7 +109,7 @@ def own_traceback(error: BaseException) -> str:
 
 
 def _is_library_frame(file: str) -> bool:
-    """Return whether a file belongs to the code that calls user code: this package, Ray, the standard library."""
+    """Return whether a file belongs to this package, to Ray or to the standard library, which call the user's code."""
     package, library = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
     if "site-packages" in file:
         return f"{os.sep}ray{os.sep}" in file

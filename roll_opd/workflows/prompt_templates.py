@@ -1,7 +1,7 @@
 """Prompt templates of environments, and ROLL's environment managers that select them.
 
-A template renders a turn of a game as a user message. A manager, selected by class path, makes one sample per action or
-one sample per conversation.
+A template renders a turn of a game as a user message. A manager is selected by its class path.
+It makes one sample per action or one sample per conversation.
 """
 
 import re
@@ -25,7 +25,10 @@ SINGLE_TURN_FIELDS = {
 
 
 def filled(settings: Mapping[str, Any], **values: Any) -> str:
-    """Return the user message of a game's turn from the `settings` of `EnvironmentKeys` and the field `values`."""
+    """Return the user message of one turn of a game.
+
+    `settings` has the templates (keys of `EnvironmentKeys`), and `values` has the values of the templates' fields.
+    """
     before, after = settings["pre_step_template"], settings["next_step_template"]
     if before is None and after is None:
         return str(settings["agent_template"]).format_map(values)
@@ -43,7 +46,8 @@ def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if not unknown:
                 template.format_map(known)
         except (ValueError, LookupError, AttributeError, TypeError) as error:
-            yield key, f"cannot be rendered: {type(error).__name__}: {error}; correct it, and write braces as {{{{ }}}}"
+            remedy = "correct the template, and write literal braces as {{ }}"
+            yield key, f"cannot be rendered: {type(error).__name__}: {error}; {remedy}"
             continue
         if unknown:
             near = nearest(_name(unknown[0]), known)
@@ -54,7 +58,10 @@ def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def missing_observation_field(settings: Mapping[str, Any]) -> str | None:
-    """Return the name of the observation's field if the template lacks it (the model would not see it)."""
+    """Return the name of the observation's field if the template lacks this field, else None.
+
+    Without the field, the model would not see the observation.
+    """
     needed = "current_observation" if makes_steps(settings["env_manager_cls"]) else "observation"
     shown = "agent_template" not in _keys(settings) or needed in map(_name, _fields(settings["agent_template"]))
     return None if shown else needed
@@ -86,12 +93,15 @@ PACKAGE = "roll.pipeline.agentic.env_manager"
 
 
 def makes_steps(env_manager_cls: str | None) -> bool:
-    """Return whether the manager with this class path makes one sample per action; ROLL's default does not."""
+    """Return whether the manager with this class path makes one sample per action.
+
+    ROLL's default manager makes one sample per conversation.
+    """
     return _class_of(env_manager_cls) in STEP_WISE
 
 
 def manager_problem(env_manager_cls: str | None) -> str | None:
-    """Return the problem of a manager's class path; None for a supported ROLL manager."""
+    """Return the problem of a manager's class path, or None if ROLL has this manager and it is supported."""
     if env_manager_cls is None:
         return None
     name, known = _class_of(env_manager_cls), (CONVERSATION, *STEP_WISE)
@@ -99,7 +109,7 @@ def manager_problem(env_manager_cls: str | None) -> str | None:
     if of_roll and name in known:
         return None
     near = nearest(name, known, at_least=TYPO_SIMILARITY)
-    hint = f"did you mean {near!r}?" if near and near != name else "remove the key, or write a supported one."
+    hint = f"did you mean {near!r}?" if near and near != name else "remove the key, or write a supported manager."
     return (
         f"{env_manager_cls} is not a supported ROLL manager, and custom managers are not supported; {hint}"
         f" Supported in {PACKAGE}: {', '.join(known)}"

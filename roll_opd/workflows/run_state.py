@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class RunState:
-    """State of one workflow call, which produces one run (or several with `can_repeat`) for a prompt."""
+    """State of one workflow call. A call produces one run of a prompt, or several runs with `can_repeat`."""
 
     group: int  # all calls of a group go to the same engine
     seed: tuple[int, ...]  # (training seed, draw)
@@ -42,7 +42,10 @@ class RunState:
     stuck: bool = False  # whether user code that cannot be stopped still runs in this process
 
     def seeds(self, n: int) -> list[int]:
-        """Return the seeds of the next call's `n` responses; the first call has the seeds of a single-turn run."""
+        """Return the seeds of the `n` responses of the next model call.
+
+        The responses of the first call have the same seeds as in a single-turn run.
+        """
         each = n == len(self.runs)  # True: one response per run
         numbers = [
             (*self.seed, self.runs[place], *([self.calls] if self.calls else []))
@@ -55,7 +58,7 @@ class RunState:
 
     @property
     def calls_made(self) -> list[Call]:
-        """Calls whose prompt was given as messages."""
+        """The model calls whose prompts were given as messages."""
         return self.turns.calls if self.turns else []
 
     def tree_of(self, tokenizer: Any) -> CallTree:
@@ -85,14 +88,17 @@ RUN: ContextVar[RunState] = ContextVar("run")
 
 
 class RunAccess:
-    """Base class of a model wrapper: history, reward and state of the calling run, and blocking calls from threads."""
+    """Base class of a model wrapper, with access to the calling run.
+
+    It has the history, the reward and the state of the run, and makes blocking calls possible from threads.
+    """
 
     tokenizer: Any
     _loop: asyncio.AbstractEventLoop
 
     @property
     def reward(self) -> float | None:
-        """The reward that an agent has posted for this run; None if no reward was posted."""
+        """The reward that an agent has posted for this run, or None if no reward was posted."""
         return self._run().reward
 
     def take_reward(self, body: bytes | str) -> None:
@@ -112,7 +118,7 @@ class RunAccess:
         return found
 
     async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
-        """Store the workflow's state, values by name, until the run ends."""
+        """Store the workflow's state, a map from name to value, until the run ends."""
         self._run().notes.update(state)
 
     async def get_workflow_state(self) -> dict[str, Any]:
@@ -139,7 +145,7 @@ class RunAccess:
         return run
 
     def _state(self) -> RunState:
-        """Return the state that records a call."""
+        """Return the run state in which a model call is recorded."""
         return self._run()
 
     def _tree(self) -> CallTree:
@@ -178,7 +184,9 @@ class TeacherContexts:
         self._contexts, self._prompts = contexts, TeacherPrompts(contexts, tokenizer)
 
     def prompts(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> dict[str, np.ndarray]:
-        """Return a map: teacher -> prompt tokens, which replace the student's prompt `tokens`, int64 [P].
+        """Return a map from teacher to prompt tokens, int64 [P], for the student's prompt `tokens`.
+
+        A teacher reads these tokens in place of the student's prompt.
 
         Raises ValueError if no call of the run has these tokens, or if a context cannot be added to the call's prompt.
         """
@@ -194,7 +202,7 @@ class TeacherContexts:
         return found
 
     def _row(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> Row:
-        """Return a dataset row made from the call whose prompt is `tokens`."""
+        """Return a dataset row with the messages or the text of the call whose prompt is `tokens`."""
         key = self._contexts[0].key
         call = next((c for c in run.calls_made if np.array_equal(c.tokens[: c.start], tokens)), None)
         messages, text = (call.messages, None) if call else ((), run.texts.get(tokens.astype(np.int64).tobytes()))

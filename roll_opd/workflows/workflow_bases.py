@@ -33,7 +33,7 @@ class _Steps(Workflow):
 
     @property
     def client(self) -> Any:
-        """OpenAI client of this run, created on first use; None unless `use_openai_client` is set."""
+        """OpenAI client of this run, created on first use, or None if `use_openai_client` is not set."""
         if self._own_client is not None:
             return self._own_client
         run = (self.model.base_url, self.model.api_key) if self._uses_client else ("", "")
@@ -53,11 +53,11 @@ class _Steps(Workflow):
         raise NotImplementedError(f"{type(self).__name__} has no property max_step_num; write it")
 
     def step(self, step_num: int) -> bool:
-        """Do one step; return whether to continue. Override it."""
+        """Do one step, and return whether the run continues. Override it."""
         raise NotImplementedError(f"{type(self).__name__} has no method step; write it")
 
     async def step_async(self, step_num: int) -> bool:
-        """Do one step; return whether to continue. Override it in asynchronous workflows."""
+        """Do one step, and return whether the run continues. Override it in asynchronous workflows."""
         raise NotImplementedError(f"{type(self).__name__} has no method step_async; write it")
 
     def _of_step(self, number: int) -> list[Experience]:
@@ -151,7 +151,7 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
 def rewarded(
     experiences: Sequence[Experience], reward: float, metrics: dict[str, float] | None = None
 ) -> list[Experience]:
-    """Set the same reward and metrics on all `experiences`; return them."""
+    """Set the same reward and metrics on all `experiences`, and return the experiences."""
     for one in experiences:
         one.reward = reward
         one.metrics.update(metrics or {})
@@ -159,10 +159,10 @@ def rewarded(
 
 
 class MultiTurnWorkflow(Workflow):
-    """Base class: convert a multi-turn conversation to one experience; only the model's turns are trained on.
+    """Base class that converts a multi-turn conversation to one experience.
 
-    One call makes one run of a task, as in Trinity-RFT. A subclass that makes all runs in one call sets `can_repeat =
-    True` and the `eid.run` of each experience.
+    Only the model's turns are trained on. One call makes one run of a task, as in Trinity-RFT. A subclass that makes
+    all runs in one call sets `can_repeat = True` and the `eid.run` of each experience.
     """
 
     def process_messages_to_experience(
@@ -172,7 +172,7 @@ class MultiTurnWorkflow(Workflow):
         info: Mapping[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Return a conversation of this run as one experience; numbers in `info` become its metrics.
+        """Return a conversation of this run as one experience. The numbers in `info` become metrics of the experience.
 
         Raises ValueError if this run has no such conversation.
         """
@@ -201,10 +201,11 @@ class MultiTurnWorkflow(Workflow):
 
 
 class WorkflowWithRecording(Workflow):
-    """Base class of workflows whose agent gets `base_url`, `api_key` and `model_name`; its requests are trained on.
+    """Base class of workflows whose agent calls the policy with `base_url`, `api_key` and `model_name`.
 
-    Implement `run_async`, which calls `update_reward` and returns the run's metrics as name -> number. Each
-    conversation of a run is one experience, as with `agent_workflow`.
+    The responses to the agent's requests are trained on. Implement `run_async`, which calls `update_reward` and returns
+    the run's metrics as a map from name to number. Each conversation of a run is one experience, as with
+    `agent_workflow`.
     """
 
     is_async = True
@@ -228,15 +229,16 @@ class WorkflowWithRecording(Workflow):
 
     @property
     def model_name(self) -> str:
-        """The name of the policy; requests with other names are answered as well."""
+        """The name of the policy. A request with another model name is also answered by the policy."""
         return self.model.model_path
 
     async def update_reward(
         self, reward: float, info: Mapping[str, Any] | None = None, sample_ids: Sequence[str] | None = None
     ) -> None:
-        """Set the reward of all experiences of the run and add to their `info`; a later call sets a new reward.
+        """Set the reward of all experiences of the run, and add the entries of `info` to the `info` of each experience.
 
-        Raises ValueError for a reward that is not a finite number, and for `sample_ids`.
+        A later call replaces the reward. Raises ValueError if the reward is not a finite number, or if `sample_ids` is
+        given.
         """
         if sample_ids is not None:
             raise ValueError(
@@ -251,7 +253,7 @@ class WorkflowWithRecording(Workflow):
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
     def experiences_of(self, returned: Any) -> list[Experience]:
-        """Return one experience per conversation of the agent; the first experience has the metrics `returned`.
+        """Return one experience per conversation of the agent. The metrics in `returned` are added to the first one.
 
         Raises TypeError if `returned` is neither a mapping nor None.
         """

@@ -46,14 +46,14 @@ _PLACES = {
 
 
 def advice(name: str) -> str | None:
-    """Return advice on how to run a Trinity-RFT workflow here; None for other names."""
+    """Return advice on how to run a Trinity-RFT workflow in this package, or None for other names."""
     if name not in _PLACES:
         return None
     return _advice(name, *_PLACES[name])
 
 
 def place_of_class(kind: str) -> str | None:
-    """Return this package's counterpart of a Trinity-RFT workflow class; None for other classes."""
+    """Return this package's counterpart of a Trinity-RFT workflow class, or None for other classes."""
     module = next((module for module, known in _PLACES.values() if known == kind), None)
     return _advice(kind, module, kind) if module else None
 
@@ -67,7 +67,7 @@ def _advice(name: str, module: str, kind: str) -> str:
 
 
 def is_written_in(name: str, directory: str) -> bool:
-    """Return whether a module of a plugin directory contains the quoted name, as its registration would."""
+    """Return whether a module of a plugin directory contains `name` in quotes, as code that registers the name does."""
     quoted = re.compile(f"[\"']{re.escape(name)}[\"']")
     try:
         files = [file.read_text(encoding="utf-8", errors="replace") for file in Path(directory).glob("*.py")]
@@ -89,7 +89,7 @@ def name_problem(name: str, plugin_dir: str | None) -> str | None:
 
 
 def argument_problems(name: str, given: Mapping[str, Any], reward: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (argument, problem) for the arguments of a built-in workflow with the reward function `reward`."""
+    """Yield (argument, problem) for each wrong argument of a built-in workflow with the reward function `reward`."""
     declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module").get(name)
     if declared is None:
         return

@@ -19,7 +19,7 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass
 class FormatConfig:
-    """Column names of a row, and the text around its prompt."""
+    """The column names of a dataset row, and the text before and after the row's prompt."""
 
     prompt_key: str = "prompt"
     response_key: str = "ground_truth"
@@ -31,7 +31,7 @@ class FormatConfig:
 
 @dataclass
 class GenerationConfig:
-    """Sampling parameters; None: the configuration's value."""
+    """Sampling parameters. A parameter that is None has the configuration's value."""
 
     n: int = 1
     temperature: float | None = None
@@ -66,7 +66,7 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The row's answer, None if it is missing."""
+        """The row's answer, or None if the row has no answer."""
         truth = self.raw_task.get(self.format_args.response_key)
         return None if is_missing(truth) else truth
 
@@ -98,9 +98,10 @@ class Workflow:
 
     @cached_property
     def auxiliary_models(self) -> list | None:
-        """OpenAI clients of the auxiliary models, with `model_path`; `auxiliary_model_wrappers` has the models.
+        """OpenAI clients of the auxiliary models; each client has an attribute `model_path`.
 
-        Both are None if there are no auxiliary models.
+        `auxiliary_model_wrappers` has the wrappers of the same models. Both attributes are None if there are no
+        auxiliary models.
         """
         is_async = flag(self, "is_async")
         return self.auxiliary_model_wrappers and [
@@ -110,7 +111,10 @@ class Workflow:
 
     @property
     def resettable(self) -> bool:
-        """Whether `reset` prepares the instance for another task; older workflows have a method of this name."""
+        """Whether `reset` prepares the instance for another task.
+
+        In older workflows, `resettable` is a method.
+        """
         return type(self).can_reset
 
     @property
@@ -132,19 +136,22 @@ class Workflow:
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def set_single_run_context(self, run_id_base: int) -> None:
-        """Make the next call a single run with this number; called for classes without `can_repeat`."""
+        """Make the next call produce one run, whose number is `run_id_base`.
+
+        This method is called for classes that do not set `can_repeat`.
+        """
         self.repeat_times, self.run_id_base = 1, run_id_base
 
     def run(self) -> list[Experience]:
-        """Run the task and return experiences. Called in its own thread, so it may block."""
+        """Run the task and return experiences. The method is called in its own thread, so it may block."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run`")
 
     async def run_async(self) -> list[Experience]:
-        """Run the task and return experiences; called if `is_async`."""
+        """Run the task and return experiences. The method is called if `is_async` is set."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
     def experiences_of(self, returned: Any) -> Any:
-        """Convert the return value of a call to experiences; by default it is returned unchanged."""
+        """Convert the return value of a call to experiences. The base class returns the value unchanged."""
         return returned
 
 
@@ -152,10 +159,10 @@ class Modules(Registry[dict]):
     """A registry that also has the method names of Trinity-RFT's registries."""
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
-        """Register a class as `name`; a user's class replaces a built-in class, but a second user class is an error.
+        """Register a class as `name`.
 
-        So copied files of Trinity-RFT can register their original names, even if these are names of built-in classes
-        here.
+        A user's class replaces a built-in class of the same name, so a copied file of Trinity-RFT can register its
+        original names. A second user class of the same name is an error.
         """
         built_in = self._declared.get(name)
         registered = super().register(name, **facts)
@@ -176,11 +183,14 @@ class Modules(Registry[dict]):
         return decorate
 
     def register_module(self, name: str, **facts: Any) -> Callable[[Class], Class]:
-        """Register a class as `name`; built-in classes declare their `arguments`."""
+        """Register a class as `name`. A built-in class also declares its `arguments`."""
         return self.register(name, **facts)
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the class registered as `name`; the error for a Trinity-RFT name has the path of its file."""
+        """Return the class registered as `name`.
+
+        If `name` exists only in Trinity-RFT, the error message has the path of the Trinity-RFT file.
+        """
         if "." not in name and name not in self._declared and name not in self._registered:
             theirs = advice(name)
             if theirs:
@@ -204,13 +214,13 @@ WORKFLOWS = Modules(
 
 
 def flag(workflow: Any, name: str) -> bool:
-    """Return a flag of a workflow; older workflows implement flags as methods."""
+    """Return the value of a workflow's flag, which is a method in older workflows."""
     value = getattr(workflow, name, False)
     return bool(value() if callable(value) else value)
 
 
 class RewardFn(ABC):
-    """A reward function: called with `response`, `truth` and further keyword arguments, it returns named parts.
+    """A reward function, which is called with `response`, `truth` and other keyword arguments and returns named parts.
 
     The reward is the sum of the parts. Each workflow instance creates one reward function, with the configured
     arguments.
@@ -225,7 +235,7 @@ class RewardFn(ABC):
 
 
 def parts_of(function: Any, inputs: Mapping[str, Any]) -> dict[str, float]:
-    """Call a reward function with the `inputs` that it accepts; return the parts of the reward."""
+    """Call a reward function with those `inputs` that the function accepts, and return the parts of the reward."""
     taken = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         inputs = {name: value for name, value in inputs.items() if name in taken}
