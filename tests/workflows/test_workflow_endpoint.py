@@ -220,7 +220,7 @@ WRONG = {
     "messages: is not a list": {"messages": "hello"},
     "at least one": {"messages": []},
     r"messages\[1\].role: 'robot' is not one of": {"messages": [*ASKED, {"role": "robot", "content": "x"}]},
-    "parts other than text": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    "only text parts": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     "content: is not a text": {"messages": [{"role": "user"}]},
     "arguments: is not JSON": {
         "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
