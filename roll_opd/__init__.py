@@ -3,7 +3,7 @@
     import roll_opd
     result = roll_opd.run("run.yaml", overrides=["max_steps=20"])
 
-Importing this package does not import torch or an engine, and patches nothing.
+Importing this package does not import torch or an engine, and does not patch anything.
 """
 
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Import the API on first use, since every process of a run imports this package."""
+        """Import the API when it is first used, because every process of a run imports this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "open":
@@ -43,7 +43,7 @@ FORMER_NAMES = {"roll_opd.tracking.collapse": {"CollapseAlarm": "DivergenceAlarm
 
 
 class _FormerModules:
-    """Finds and loads the modules of 0.1 that users' scripts import."""
+    """Finds and loads modules under their names of version 0.1, because users' scripts import these names."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> "ModuleSpec | None":  # 3.6 evaluates it

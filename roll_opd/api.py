@@ -10,8 +10,8 @@
         session.student.save("out")
 
 The models run in the processes of an ordinary run with the same configuration (`roll_opd.pipelines.session`). The
-calling process does not import torch, and imports Ray only to send reward functions. The session ends when the calling
-process ends. Calls block. docs/python.md has complete examples.
+calling process does not import torch, and imports Ray only to send reward functions. Each call waits for its result.
+The session ends when the calling process ends. docs/python.md has complete examples.
 """
 
 import os
@@ -49,7 +49,10 @@ Reward = Callable[..., Sequence[float]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples in the order of their prompts. Methods return new batches. `samples` has all arrays."""
+    """Samples in the order of their prompts; `samples` contains all arrays.
+
+    A batch is immutable: methods return new batches.
+    """
 
     samples: tuple[Sample, ...]
     texts: tuple[str, ...]  # texts of the responses, without special tokens
@@ -73,8 +76,10 @@ class Batch:
     def reverse_kl(self) -> float:
         """Return the mean of (student log-prob - teacher log-prob) over all tokens that the student sampled.
 
-        If a sample has several teachers, only the first teacher is used. Raises ValueError if `teacher.score` was not
-        called.
+        If a sample has several teachers, only the first teacher is used.
+
+        Raises:
+            ValueError: if a sample has no teacher log-probs; call `teacher.score` first.
         """
         parts = []
         for sample in self.samples:
@@ -86,7 +91,7 @@ class Batch:
 
 
 class Sampler:
-    """The inference engines, with the student's weights as of the last `update`."""
+    """The inference engines. They have the weights that the student had at the last `update`."""
 
     def __init__(self, session: "Session") -> None:
         self._session = session
@@ -94,10 +99,12 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt | str | Sequence[Message]], n: int | None = None, **sampling: Any
     ) -> Batch:
-        """Return `n` samples of each prompt (default: as configured).
+        """Return a batch with `n` samples of each prompt.
 
-        A prompt is a text, a list of messages, or an element of `Session.prompts`. `sampling` overrides settings of the
-        configuration: `temperature`, `top_p`, `top_k`, `max_new_tokens`.
+        Args:
+            prompts: each prompt is a text, a list of messages, or an element of `Session.prompts`.
+            n: number of samples per prompt; None: the configured number.
+            sampling: `temperature`, `top_p`, `top_k` or `max_new_tokens`, instead of the configured value.
         """
         samples, texts = self._session.call("sample", prompts=list(prompts), n=n, sampling=sampling)
         return Batch(tuple(samples), tuple(texts))
@@ -114,7 +121,7 @@ class Teacher:
         self._session = session
 
     def score(self, batch: Batch) -> Batch:
-        """Return the batch with the log-probs of each sample's teachers."""
+        """Return the batch with the log-probs that each sample's teachers give to its tokens."""
         return replace(batch, samples=tuple(self._session.call("score", samples=batch.samples)))
 
 
@@ -125,7 +132,7 @@ class Student:
         self._session = session
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with the training engine's log-probs as `old_logprobs`."""
+        """Return the batch with `old_logprobs`, the log-probs of the training engine."""
         return replace(batch, samples=tuple(self._session.call("logprobs", samples=batch.samples)))
 
     def forward_backward(
@@ -133,19 +140,26 @@ class Student:
     ) -> dict[str, float]:
         """Accumulate the gradient of the mean loss over the batch; return metrics.
 
-        `loss` is one of `losses()`, by default the configured loss. `opd_kl_coef` and the other keyword arguments
-        override keys of the configuration for this call. The configured estimator computes advantages from the rewards
-        of the batch. Without rewards, the teachers give the only training signal.
+        The advantages are computed from the rewards of the batch, with the configured estimator. Without rewards, the
+        teachers are the only training signal.
+
+        Args:
+            loss: name of a policy loss, see `losses`; None: the configured loss.
+            opd_kl_coef: coefficient of the teachers' term; None: the configured coefficient.
+            objective: other keys of the objective, instead of their configured values.
         """
         keys = {**objective, **({"policy_loss": loss} if loss else {})}
         return self._session.call("forward_backward", samples=batch.samples, objective=keys, opd_kl_coef=opd_kl_coef)
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
-        """Apply the accumulated gradients; return metrics. The default learning rate is the scheduled rate."""
+        """Make one optimizer update from the accumulated gradients; return metrics.
+
+        If `learning_rate` is None, the rate of the configured schedule is used.
+        """
         return self._session.call("optim_step", learning_rate=learning_rate)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write training state and a Hugging Face model into `directory`; return the model's directory."""
+        """Save the training state and a Hugging Face model in `directory`; return the directory of the model."""
         return Path(self._session.call("save", directory=os.path.abspath(directory)))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
@@ -154,10 +168,10 @@ class Student:
 
 
 class Session:
-    """A running student, teacher and sampler; use `roll_opd.open`, in a `with` statement.
+    """A running student, teacher and sampler. Create it with `roll_opd.open` in a `with` statement.
 
-    Raises RunFailed if the session's run fails. After a failed call (ValueError, TypeError, RuntimeError), the session
-    can still be used.
+    If the session's run fails, the method that is called raises RunFailed. If a call raises another error (ValueError,
+    TypeError, RuntimeError), the session can still be used.
     """
 
     def __init__(self, config: Config, overrides: Overrides, rewards: Mapping[str, Reward]) -> None:
@@ -186,20 +200,23 @@ class Session:
             raise
 
     def prompts(self, n: int) -> list[Prompt]:
-        """Return the next `n` prompts of the configuration's files."""
+        """Return the next `n` prompts from the files of the configuration."""
         return self.call("prompts", n=n)
 
     def reward(self, batch: Batch) -> Batch:
-        """Return the batch with rewards from the configuration, or from the functions given to `open`."""
+        """Return the batch with rewards.
+
+        They are computed by the reward functions of the configuration, or by the functions that were passed to `open`.
+        """
         return replace(batch, samples=tuple(self.call("reward", samples=batch.samples)))
 
     @property
     def directory(self) -> Path | None:
-        """The run directory, with logs, metrics and samples."""
+        """Directory of the run, with its logs, metrics and samples."""
         return Path(self._announced.read_text(encoding="utf-8")) if self._announced.exists() else None
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Call the method `name` of `pipelines.session.SessionCalls` in the run, and return the result."""
+        """Call the method `name` of `pipelines.session.SessionCalls` in the run; return its result."""
         if self._connection is None:
             raise ValueError("the session is closed; open a new session")
         try:
@@ -229,7 +246,7 @@ class Session:
     def _show(self) -> None:
         """Print the run's output until the run ends.
 
-        If the constructor still waits for a connection from the run, end this wait.
+        If the constructor is still waiting for a connection from the run, this method ends the wait.
         """
         self._output = show(self._process)
         if self._connection is None:
@@ -237,7 +254,7 @@ class Session:
                 Client(self._listener.address).close()
 
     def close(self) -> None:
-        """End the session and its processes; further calls do nothing."""
+        """End the session and its processes. If the session is already closed, do nothing."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -258,10 +275,10 @@ class Session:
 
 
 def open_session(config: Config, overrides: Overrides = (), *, rewards: Mapping[str, Reward] | None = None) -> Session:
-    """Start the models of a configuration and return them as a session; also called `roll_opd.open`.
+    """Start the models of a configuration and return them as a session. Also called `roll_opd.open`.
 
-    `config`, `overrides` and `rewards` have the same meaning as in `roll_opd.run`. Prompts, rewards, objective, layouts
-    and the learning-rate schedule come from the configuration; the caller's code makes the training steps.
+    Prompts, rewards, objective, layouts and the learning-rate schedule come from the configuration. The caller's code
+    makes the training steps. The arguments are those of `roll_opd.run`.
     """
     return Session(config, overrides, rewards or {})
 

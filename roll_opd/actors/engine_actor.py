@@ -31,7 +31,12 @@ class RolloutWorker(BucketHost):
         weight_transfer: str = SHARED_MEMORY,
         sleeps: bool = False,
     ) -> None:
-        """Start the engine. `weight_transfer` is the backend of weight updates. With `sleeps`, the engine can sleep."""
+        """Load the model and start the engine.
+
+        Args:
+            weight_transfer: backend that transfers updated weights to the engine.
+            sleeps: whether the engine must be able to release its device memory (vLLM's sleep mode).
+        """
         from roll_opd.inference.vllm_engine import InferenceEngine  # imports vLLM, only in the actor's process
 
         self._engine = await InferenceEngine.start(
@@ -49,7 +54,10 @@ class RolloutWorker(BucketHost):
         self._sleep_level = plan.sleep_level
 
     async def offload(self, parts: Collection[Part], phase: Phase) -> None:
-        """Release all device memory of the engine for other roles during `phase`. `parts` has no effect."""
+        """Release all device memory of the engine, so that other roles can use it during `phase`.
+
+        `parts` is ignored, because an engine always releases all of its memory.
+        """
         await self._engine.sleep(self._sleep_level, phase)
 
     async def onload(self, parts: Collection[Part]) -> None:
@@ -61,7 +69,8 @@ class RolloutWorker(BucketHost):
     ) -> AsyncIterator[Compact]:
         """Run all requests in one continuous batch; yield lists of (index, `Completion`).
 
-        A list is yielded after a short interval, or as soon as `chunk` completions have arrived.
+        The index is the position of the request in `requests`. Completions that arrive within a short interval are
+        yielded in one list. If `chunk` completions arrive earlier, they are yielded immediately.
         """
         batch = self._engine.generate_batch(
             [request.prompt_tokens.tolist() for request in requests], sampling, [request.seed for request in requests]
@@ -71,7 +80,10 @@ class RolloutWorker(BucketHost):
                 yield Compact(finished)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the log-probs of all T tokens except the first token, at temperature 1, f32 [T-1]."""
+        """Return the log-probs of all tokens except the first, f32 [T-1].
+
+        The log-probs are at temperature 1.
+        """
         return await self._engine.prompt_logprobs(tokens)
 
     async def weights_version(self) -> int:
@@ -83,7 +95,10 @@ class RolloutWorker(BucketHost):
         await self._engine.begin_update(version)
 
     async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
-        """Load some of the weights. With `last`, verify that no weight is missing, and resume requests."""
+        """Load a part of the weights.
+
+        `last` marks the last part. After it, the engine checks that no weight is missing, and resumes its requests.
+        """
         await self._engine.load_weights(info)
         if last:
             await self._engine.finish_update()

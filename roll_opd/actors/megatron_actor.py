@@ -30,7 +30,7 @@ _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
 class _Rank(BucketHost):
-    """Base class of all ranks: process group, engine, log-probs, offloading, background saves."""
+    """Base class of all ranks. It has the process group, the engine, log-probs, offloading and background saves."""
 
     _engine: Any
     _async_save: bool
@@ -53,9 +53,10 @@ class _Rank(BucketHost):
         deterministic: bool,
         async_save: bool = False,
     ) -> tuple[int, Packing]:
-        """Join the process group and load the model. With `async_save`, saves run in the background.
+        """Join the process group and load the model; return (data-parallel rank, packing rules).
 
-        Returns the data-parallel rank and the packing rules.
+        Args:
+            async_save: whether saves run in the background.
         """
         self._async_save = async_save
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
@@ -95,17 +96,23 @@ class _Rank(BucketHost):
         return Compact(self._engine.compute_logprobs(temperature=temperature, **_read(shard)))
 
     def compute_targets(self, shard: DPShard, temperature: float, **wanted: Any) -> Compact:
-        """Return the result of `MegatronEngine.compute_targets`. The student's top-k ids may be in the object store."""
+        """Return the result of `MegatronEngine.compute_targets`.
+
+        If the shard has references to the student's top-k ids, the ids are read from the object store.
+        """
         return Compact(self._targets(shard, temperature, wanted))
 
     def hold_targets(
         self, shard: DPShard, temperature: float, kept: Sequence[str] | None = None, **wanted: Any
     ) -> tuple[Compact, dict[int, TargetRef]] | None:
-        """Compute targets, and put the arrays named in `kept` (default: all except log-probs) into the object store.
+        """Compute targets, and put their arrays into the object store.
 
-        Returns two dicts whose keys are sample numbers. The first dict has pairs (log-probs, mask). The mask is True at
-        sampled tokens that are in the top-k, and it is None without a top-k. The second dict has references to the
-        stored arrays.
+        Returns two dicts with sample numbers as keys, or None if this rank has no targets. A value of the first dict is
+        (log-probs, mask). The mask is True where the sampled token is in the top-k; without a top-k, the mask is None.
+        A value of the second dict is a reference to the stored arrays of the sample.
+
+        Args:
+            kept: names of the arrays to store; None: all arrays except the log-probs.
         """
         computed = self._targets(shard, temperature, wanted)
         if computed is None:
@@ -120,9 +127,9 @@ class _Rank(BucketHost):
         return Compact(small), hold(computed)
 
     def _opened(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Fetch the referenced arrays of this rank's samples.
+        """Fetch the arrays that the shard's references point to, for the samples of this rank.
 
-        The arrays are empty on all pipeline stages except the last stage.
+        Only the last pipeline stage needs these arrays. On other stages, the arrays are empty.
         """
         return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
@@ -137,12 +144,15 @@ class _Rank(BucketHost):
     def written(self, *, wait: bool) -> list[Path] | None:
         """Return the files of the last save.
 
-        If the save is still running, wait for its end if `wait` is set, else return None.
+        If the save is still running, return None. If `wait` is true, wait for the end of the save instead.
         """
         return self._files.result() if wait or self._files.done() else None
 
     def _write(self, *parts: Callable[[], list[Path]]) -> None:
-        """Run the `parts` of a save: in the background if `async_save` is set, else before this method returns."""
+        """Write the `parts` of a save.
+
+        If `async_save` is set, the writes run in the background. Otherwise they finish before this method returns.
+        """
         if self._async_save:
             self._files = _WRITER.submit(_all_files, parts)
         else:
@@ -150,7 +160,7 @@ class _Rank(BucketHost):
             self._files.set_result(_all_files(parts))
 
     def output_head(self) -> list[ray.ObjectRef] | None:
-        """Return a reference to the full output embedding on one rank, None on all other ranks."""
+        """Return a list with a reference to the full output embedding on one rank, and None on all other ranks."""
         head = self._engine.output_head()
         return None if head is None else [ray.put(head)]
 
@@ -180,7 +190,7 @@ class FollowingWorker(_Rank):
         return self.hold(ray.get(content[0]), bucket)
 
     def save(self, directory: Path) -> None:
-        """Save the weights in `directory`; `written` returns the files."""
+        """Save the weights in `directory`. Call `written` to get the list of files."""
         self._write(self._engine.save(directory, later=self._async_save))
 
     def load(self, directory: Path) -> None:
@@ -189,10 +199,13 @@ class FollowingWorker(_Rank):
 
 
 class _TrainableRank(_Rank):
-    """Base class of the ranks of trainable models: saves and loads the training state."""
+    """Base class of the ranks of trainable models. It saves and loads the training state."""
 
     def save(self, directory: Path) -> None:
-        """Save the training state in state/, the model in hf/ and an adapter in adapter/; see `written`."""
+        """Save the training state in state/, the model in hf/, and a LoRA adapter in adapter/.
+
+        Call `written` to get the list of files.
+        """
         from roll_opd.megatron.checkpoint import save_state
         from roll_opd.megatron.export import save_adapter
 
@@ -229,14 +242,14 @@ class TrainWorker(_TrainableRank, BucketWriter):
     def update(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Make one optimizer update from a mini-batch; see `MegatronTrainer.update`.
 
-        The result has log-probs only for demonstrations and for samples without old log-probs.
+        The result contains log-probs only for demonstrations and for samples that have no old log-probs.
         """
         return self._with_gradient(self._engine.update, shard, objective, temperature, step)
 
     def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`.
 
-        The result has the same form as the result of `update`.
+        As in `update`, the result contains log-probs only for some samples.
         """
         return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
 
@@ -251,16 +264,22 @@ class TrainWorker(_TrainableRank, BucketWriter):
         return self._engine.optim_step(learning_rate)
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef], logit_cap: float | None) -> None:
-        """Load the output embedding that a teacher's `output_head` has returned, and the cap of its logits."""
+        """Load a teacher's output embedding, and the cap of the teacher's logits.
+
+        `head` is the list that the teacher's `output_head` returned.
+        """
         self._engine.load_teacher_head(name, ray.get(head[0]), logit_cap)
 
     def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank with the LoRA adapters disabled, so that it computes with the initial weights."""
+        """Call a method of this rank with the LoRA adapters disabled.
+
+        The method then computes with the initial weights of the student.
+        """
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
 
     def share_without_adapter(self, shard: DPShard, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `without_adapter` with a shard of a batch."""
+        """Do what `without_adapter` does, for a method whose first argument is a shard."""
         return self.without_adapter(method, shard, *args, **kwargs)
 
     def send_weights(
@@ -309,7 +328,10 @@ def _sequences(shard: DPShard) -> list[tuple[np.ndarray, int]]:
 
 
 def _read(shard: DPShard) -> dict[str, Any]:
-    """Return the arguments of a forward pass; `routes` is included only if a sample has routes."""
+    """Return the arguments of a forward pass for a shard.
+
+    `routes` is included only if at least one sample has routes.
+    """
     routes = [sample.routes for sample in shard.samples]
     arguments = {"sequences": _sequences(shard), "assigned": shard.micro_batches}
     return arguments if all(taken is None for taken in routes) else {**arguments, "routes": routes}

@@ -1,4 +1,4 @@
-"""Ray actor that scores responses with the rewards of one domain, and a client of a local judge model."""
+"""Ray actor that scores responses with the rewards of one domain. Also contains the client of a local judge model."""
 
 import asyncio
 import time
@@ -43,7 +43,11 @@ class RewardWorker:
     _tokenizer: Any
 
     async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
-        """Resolve the rewards and load the tokenizer; `engines` are the engines of the judge model."""
+        """Resolve the rewards and load the tokenizer.
+
+        Args:
+            engines: engines of the judge model.
+        """
         self._plan = plan
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=plan.domain)
         judge = {plan.terms[0].name: (LocalModel(plan.engine, engines),)} if plan.engine else {}
@@ -64,17 +68,20 @@ class RewardWorker:
         """Return immediately, as a health check."""
 
     async def run(self, experiences: Sequence[Sample]) -> AsyncIterator[Compact]:
-        """Score samples. Yield `Answers`, each with the scores that arrived in a short interval."""
+        """Score samples; yield the scores as `Answers`.
+
+        Each `Answers` contains the scores that arrived in a short interval.
+        """
         async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
             async for burst in answers:
                 scores = [scored for call in burst for scored in call]
                 yield Compact(Answers(scores, hung=any(caller.hung for caller in self._callers.values())))
 
     async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
-        """Call the rewards for all samples; yield each call's scores.
+        """Call the rewards for all samples; yield the scores of each call.
 
-        A call gets as few samples as possible, provided that all calls can run concurrently. If a reward is fast, its
-        calls get more samples, because the overhead of many small calls would then matter.
+        A call gets as few samples as possible while all calls can still run at the same time. Calls of a fast reward
+        get more samples, because the overhead of many small calls would take longer than the reward.
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
         calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()
@@ -127,7 +134,10 @@ class LocalModel:
     """Client of a judge model's vLLM engines (see `roll_opd.rewards.endpoint.Complete`)."""
 
     def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
-        """Send requests with the sampling settings of `plan` to `engines` (`RolloutWorker`s), round-robin."""
+        """Send requests to `engines` in turn (round-robin), with the sampling settings of `plan`.
+
+        `engines` are `RolloutWorker` actors.
+        """
         self._plan = plan
         self._tokenizer: Any = load_tokenizer(plan.model.path)
         if not self._tokenizer.chat_template:
@@ -139,8 +149,10 @@ class LocalModel:
     async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
         """Return the model's response to `messages`.
 
-        Raises the engine's errors without Ray's wrapper, for example ValueError for a prompt that is too long. If the
-        engine has died, raises RewardError, which ends the run.
+        Errors of the engine are raised without Ray's wrapper: for example, ValueError if a prompt is too long.
+
+        Raises:
+            RewardError: if the engine has died. This error ends the run.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         tokens = np.array(token_ids(self._tokenizer, [text], [True])[0])

@@ -22,7 +22,8 @@ from roll_opd.weight_sync.send_weights import WeightSync
 class Request:
     """Request for one response.
 
-    Requests of the same `group` share a prefix and are sent to the same engine, which caches the prefix.
+    `group` is the number of a group of requests with a common prefix. All requests of a group are sent to the same
+    engine, so that the engine can cache the prefix.
     """
 
     group: int
@@ -32,18 +33,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Inference engines. If they sample from the student, `sync` transfers the student's weights to them."""
+    """A role's inference engines.
+
+    If the engines sample from the student, `sync` transfers the student's weights to them.
+    """
 
     engines: ActorGroup
     sync: WeightSync | None = None  # transport of the student's weights to these engines
 
     def engine_of(self, group: int) -> int:
-        """Return the index of the engine for `group`; groups are distributed round-robin."""
+        """Return the index of the engine of a group. Groups are distributed round-robin."""
         return group % len(self.engines.actors)
 
     @asynccontextmanager
     async def session(self, chunk: int | None = None) -> AsyncIterator["SamplingSession"]:
-        """Open a session for the `with` block; the end of the block aborts running requests."""
+        """Open a session for the `with` block. When the block ends, running requests are aborted."""
         session = SamplingSession(self, chunk)
         try:
             yield session
@@ -57,20 +61,27 @@ class Sampler:
 
 
 class SamplingSession:
-    """Running requests; consecutive requests to an engine are sent as one batch.
+    """Sends requests to the engines and receives their completions.
 
-    Completions of a batch are returned in the order in which they finish. They are returned in lists: after a short
-    interval, or as soon as `chunk` completions have arrived.
+    Consecutive requests to the same engine are sent as one batch. The completions of a batch arrive in the order in
+    which they finish. Those of a short interval arrive together. If `chunk` completions finish earlier, they arrive
+    immediately.
     """
 
     def __init__(self, sampler: Sampler, chunk: int | None = None, *, alone: bool = False) -> None:
-        """With `alone`, each request is sent as a separate batch, so that other requests cannot change its result."""
+        """Create a session of `sampler`.
+
+        If `alone` is true, each request is sent as its own batch, so that other requests cannot change its result.
+        """
         self._sampler, self._chunk = sampler, chunk
         self._numbers = itertools.count() if alone else itertools.repeat(0)
         self._calls: BatchedCalls[tuple[int, SamplingPlan, int], Request] = BatchedCalls(self._generate)
 
     def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
-        """Return a future of the completion. The future raises the engine's errors, and RunError if the engine died."""
+        """Send a request; return a future of the completion.
+
+        The future raises the errors of the engine. If the engine has died, the future raises RunError.
+        """
         return self._calls.ask((self._sampler.engine_of(request.group), sampling, next(self._numbers)), request)
 
     async def end(self) -> None:
@@ -93,7 +104,10 @@ class SamplingSession:
 
 
 class SamplerEngines:
-    """A sampler's engines for workflow processes, with the interface `workflows.model_wrapper.EngineClient`."""
+    """Client of a sampler's engines for workflow processes.
+
+    It has the interface `workflows.model_wrapper.EngineClient`.
+    """
 
     def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
         self._sampler, self._session = sampler, SamplingSession(sampler, chunk, alone=deterministic)
@@ -106,7 +120,7 @@ class SamplerEngines:
         return await asyncio.gather(*[self._session.ask(request, sampling) for request in requests])
 
     async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:
-        """Return the log-probs of all tokens except the first token, f32."""
+        """Return the log-probs of all tokens except the first, f32 [T-1]."""
         return await self._engine(group).prompt_logprobs.remote(list(tokens))
 
     async def weights_version(self) -> int:

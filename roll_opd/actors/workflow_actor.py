@@ -1,4 +1,4 @@
-"""Ray actor that runs workflows, with a model client, an endpoint, and a thread or coroutine per run."""
+"""Ray actor that runs workflows. It has a model client, a model endpoint, and one thread or coroutine per run."""
 
 import asyncio
 import contextvars
@@ -39,7 +39,7 @@ RAISED, TIMEOUT, INVALID, API_ERROR = "raised", "timeout", "invalid", "api_error
 
 @dataclass(frozen=True)
 class Job:
-    """Runs of one prompt that are executed by a single call of a workflow."""
+    """Runs of one prompt that share a single call of a workflow."""
 
     prompt: Prompt
     draw: int
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass
 class JobOutcome:
-    """Result of a job: the experiences of each run, or a failure."""
+    """Result of a job: the experiences of each run, or a failure of the job."""
 
     made: dict[int, list[Sample]] = field(default_factory=dict)
     failure: tuple[str, str] | None = None  # kind and message
@@ -68,7 +68,10 @@ class _TimeLimitError(Exception):
 
 
 def _is_api_error(error: BaseException) -> bool:
-    """Return whether an error means that a request to a model endpoint failed in all retries of OpenAI's client."""
+    """Return whether an error is a failed request to a model endpoint.
+
+    OpenAI's client raises such an error after all of its retries have failed.
+    """
     openai = sys.modules.get("openai")  # without this import, no error comes from openai
     return openai is not None and isinstance(
         error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
@@ -76,7 +79,10 @@ def _is_api_error(error: BaseException) -> bool:
 
 
 def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
-    """Return the failure kind and the failure message for a run's error."""
+    """Return (kind, message) of the failure that a run's error causes.
+
+    `returned` states whether the workflow had already returned a result when the error occurred.
+    """
     from roll_opd.workflows.plugins import own_traceback
     from roll_opd.workflows.workflow_experience import RunFailure
 
@@ -88,7 +94,10 @@ def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
 
 @contextmanager
 def _no_exit() -> Iterator[None]:
-    """Convert SystemExit and KeyboardInterrupt to RuntimeError, because other runs use the same process."""
+    """Convert SystemExit and KeyboardInterrupt to RuntimeError inside the block.
+
+    A workflow must not end the process, because other runs use the same process.
+    """
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
@@ -101,7 +110,10 @@ async def _without_exit(coroutine: Awaitable[Any]) -> Any:
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Create a task. If a workflow's run creates the task, a SystemExit in this task does not end the event loop."""
+    """Create a task. This is the task factory of the event loop.
+
+    If a workflow's run creates the task, a SystemExit in the task does not end the event loop.
+    """
     from roll_opd.workflows.run_state import RUN
 
     if RUN in (options.get("context") or contextvars.copy_context()):
@@ -132,9 +144,12 @@ class WorkflowWorker:
     ) -> None:
         """Import the workflow and load the tokenizer.
 
-        `rollout` is the plan of the student's engines, and `engines` has their `RolloutWorker` actors.
-        `auxiliary_engines` has a list of engines for each auxiliary model; the list of a remote model is empty.
-        `contexts` has the plans of the teachers' contexts. `number` is the index of this process.
+        Args:
+            rollout: plan of the student's engines.
+            engines: `RolloutWorker` actors of the student's engines.
+            auxiliary_engines: engines of each auxiliary model; an empty list for a remote model.
+            contexts: plans of the teachers' contexts.
+            number: index of this process.
         """
         from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
         from roll_opd.workflows.endpoint.server import PolicyServer
@@ -156,7 +171,7 @@ class WorkflowWorker:
         self._endpoints: list[Any] = []
 
         def client_of(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
-            """Return a model client that sends requests to `engines` and has an endpoint."""
+            """Return a model client with an endpoint. The client sends its requests to `engines`."""
             sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
             tokenizer, loop = load_tokenizer(plan.model.path), asyncio.get_running_loop()
             model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)
@@ -179,7 +194,7 @@ class WorkflowWorker:
         threading.Thread(target=self._watch_memory, daemon=True).start()
 
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Compact]:
-        """Run all jobs concurrently; yield `Answers` of `JobOutcome`s as they finish."""
+        """Run all jobs concurrently; yield their `JobOutcome`s as they finish, wrapped in `Answers`."""
         runs = max(len(job.runs) for job in jobs)
         chunk = self._chunk and max(1, self._chunk // runs)
         async with aclosing(coalesced(self._outcomes(jobs), chunk=chunk)) as outcomes:
@@ -199,7 +214,10 @@ class WorkflowWorker:
                 task.cancel()
 
     async def _outcome(self, job: Job) -> JobOutcome:
-        """Run one job; an error of the workflow's code is returned as a failure in the outcome."""
+        """Run one job and return its outcome.
+
+        An error in the workflow's code is not raised. It is returned as the failure of the outcome.
+        """
         from roll_opd.workflows.run_state import RUN, RunState
         from roll_opd.workflows.workflow_experience import by_run, trained
 
@@ -244,7 +262,10 @@ class WorkflowWorker:
         return outcome
 
     async def _call(self, job: Job, context: contextvars.Context) -> list[Any]:
-        """Call the workflow within its time limit. Keep the workflow instance for later jobs if it can be reset."""
+        """Call the workflow and return its experiences; raise `_TimeLimitError` if the call takes too long.
+
+        If the workflow instance can be reset, it is kept for later jobs.
+        """
         from roll_opd.workflows.run_state import RUN
         from roll_opd.workflows.workflow_interface import flag
 
@@ -278,7 +299,10 @@ class WorkflowWorker:
         raise TypeError(f"a run returned {type(found).__name__}; expected a list of Experience")
 
     def _start_run(self, job: Job) -> tuple[Any, Any]:
-        """Start a run; return the workflow instance, and its result or a coroutine for the result."""
+        """Start a run; return (workflow instance, result).
+
+        If the workflow is asynchronous, the second item is a coroutine that returns the result.
+        """
         from roll_opd.workflows.workflow_interface import flag
 
         with _no_exit():
@@ -290,7 +314,11 @@ class WorkflowWorker:
         running.exception()
 
     def _instance(self, job: Job) -> Any:
-        """Return a workflow instance for the job: a new instance, or a kept instance after a reset."""
+        """Return a workflow instance for the job.
+
+        If an earlier job has left an instance, that instance is reset and returned. Otherwise a new instance is
+        created.
+        """
         from roll_opd.workflows.workflow_interface import FormatConfig, GenerationConfig, Task, flag
 
         sampling, plan = job.sampling, self._plan
@@ -336,7 +364,7 @@ class WorkflowWorker:
         return workflow
 
     def _watch_memory(self) -> None:
-        """Watch the memory of this process; exit when it exceeds the limit."""
+        """Exit this process as soon as its memory exceeds the limit."""
         limit = self._plan.workflow_memory_gb * 2**30 / os.sysconf("SC_PAGE_SIZE")
         with open("/proc/self/statm", "rb", buffering=0) as sizes:
             while int(os.pread(sizes.fileno(), 100, 0).split()[1]) <= limit:

@@ -1,6 +1,7 @@
-"""Loss aggregation: weights of tokens for `loss_agg_mode`, computed before the batch is split.
+"""Loss aggregation: weights of tokens for `loss_agg_mode`.
 
-The loss is the weighted sum over tokens, so it does not depend on the split into micro-batches, ranks or packs.
+The weights are computed for the whole batch before it is split. The loss is the weighted sum over tokens, so it does
+not depend on the split into micro-batches, ranks or packs.
 
 Legend: B sequences with M scored tokens in total.
 """
@@ -18,7 +19,9 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 def token_weights(
     masks: Sequence[Tensor], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
 ) -> list[Tensor]:
-    """Return token weights f32 [M_b] for each sequence of the whole batch, 0 outside the mask.
+    """Return the token weights of each sequence of the whole batch, f32 [M_b].
+
+    Weights outside the mask are 0.
 
     Args:
         masks: the mask of each of the B sequences of all ranks, bool [M_b].
@@ -30,18 +33,19 @@ def token_weights(
 def token_scales(
     tokens: Sequence[int], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
 ) -> list[float]:
-    """Return, for each sequence of the whole batch, the weight of each of its tokens.
+    """Return one weight per sequence of the whole batch. All tokens of the sequence have this weight.
+
+    Sequences without an action token are not counted in the number of sequences.
 
     Args:
         tokens: number of tokens in the loss, for each of the B sequences of all ranks.
-        mode: token-mean is the mean over all tokens. seq-mean-token-sum is the mean over sequences of the sum over the
-            tokens of a sequence. seq-mean-token-mean, ROLL's default, is the mean over sequences of the mean over the
-            tokens of a sequence. seq-mean-token-sum-norm is the sum over all tokens divided by `normaliser` (Dr. GRPO,
-            arXiv 2503.20783).
-        parts: the part of the batch to which each sequence belongs. The loss is averaged over each part separately, and
-            the averages are added.
-
-    Sequences without an action token are not counted in the number of sequences.
+        mode: how the token losses are combined:
+            "token-mean": mean over all tokens.
+            "seq-mean-token-sum": sum over the tokens of each sequence, then mean over sequences.
+            "seq-mean-token-mean" (ROLL's default): mean over the tokens of each sequence, then mean over sequences.
+            "seq-mean-token-sum-norm": sum over all tokens, divided by `normaliser` (Dr. GRPO, arXiv 2503.20783).
+        parts: the part of the batch to which each sequence belongs. Each part is averaged separately, and the averages
+            are added. None: the batch is one part.
 
     Raises:
         ValueError: if the mode is unknown, or if a required normaliser is missing.
@@ -67,15 +71,21 @@ def token_scales(
 
 
 def loss_scales(tokens: Sequence[int], demonstrations: Sequence[bool], objective: ObjectivePlan) -> list[float]:
-    """Return `token_scales` of an update's samples. Demonstrations and other samples are averaged separately."""
+    """Return the `token_scales` of the samples of an update.
+
+    Demonstrations are averaged separately from the other samples.
+    """
     return token_scales(tokens, objective.loss_agg_mode, objective.loss_normaliser, parts=demonstrations)
 
 
 def value_scales(tokens: Sequence[int]) -> list[float]:
-    """Return `token_scales` of a critic's update. As in ROLL, the scales do not depend on the policy loss."""
+    """Return the `token_scales` of a critic's update.
+
+    As in ROLL, they do not depend on the aggregation mode of the policy loss.
+    """
     return token_scales(tokens, "seq-mean-token-mean")
 
 
 def scaled(masks: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
-    """Return each sequence's token weights, f32 [M_b], 0 where the mask is False."""
+    """Return the token weights of each sequence, f32 [M_b]: the scale where the mask is True, and 0 elsewhere."""
     return [mask.to(torch.float32) * scale for mask, scale in zip(masks, scales, strict=True)]

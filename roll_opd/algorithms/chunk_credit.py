@@ -10,10 +10,14 @@
 | mean | 1 / n | n tokens share the chunk's penalty equally |
 | share | l_i / L_S | each token's part of the student's log-prob of the chunk (DPCA, arXiv 2606.09456) |
 
-In a chunk of one student token, all rules except with_previous give l - q. This value is bit for bit the penalty that a
-teacher with the student's tokenizer gives. The tokens of a chunk affect the penalty of the previous chunk only if they
-move the boundary between the two chunks. If they do not move this boundary, with_previous has the same expected
-gradient as whole, but more variance.
+l_j is the student's log-prob of token j. L_S and L_T are the log-probs of the whole chunk under the student and the
+teacher.
+
+If a chunk has only one student token, all rules except with_previous give l - q. This is exactly the penalty that a
+teacher with the student's tokenizer gives.
+
+The tokens of a chunk can change the penalty of the previous chunk only by moving the boundary between the two chunks.
+If they do not move it, with_previous has the same expected gradient as whole, but more variance.
 
 Legend: B responses with M tokens in total.
 """
@@ -32,13 +36,14 @@ ChunkCredit = Literal["prefix", "whole", "with_previous", "mean", "share"]
 def chunk_penalty(
     penalty_M: Tensor, student_M: Tensor, chunks_M: Tensor, lengths: Sequence[int], rule: ChunkCredit
 ) -> Tensor:
-    """Return each token's penalty, [M], computed from the penalties in its chunk; 0 for a token without a chunk.
+    """Return each token's penalty, [M], computed from the penalties of the tokens in its chunk.
+
+    A token without a chunk gets the penalty 0.
 
     Args:
         penalty_M: coefficient times (l - q) of each token.
         student_M: the student's log-probs l.
-        chunks_M: int, for each token the index of its chunk's first token in the response; negative for a token without
-            a chunk.
+        chunks_M: int; a token's chunk, as the index of the chunk's first token in the response. Negative: no chunk.
         lengths: number of tokens of each response; the sum is M.
     """
     credited_M = chunks_M >= 0

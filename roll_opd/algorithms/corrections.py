@@ -1,10 +1,12 @@
 """Mismatch of training and rollout log-probs: metrics, importance weights and token masks.
 
 p_train and p_infer are the probabilities of a sampled token in the training engine and in the inference engine. The
-ratio is p_train / p_infer, and the difference is p_train - p_infer. Both exist at four levels. Level `token` has the
-values of single tokens. Level `geometric` has the mean over the sequence; the mean of ratios is the geometric mean.
-Level `segment` has the same mean over an unbroken run of action tokens. Level `sequence` has the product of the
-sequence's ratios, or the sum of its differences.
+ratio is p_train / p_infer, and the difference is p_train - p_infer. Both can be computed at four levels:
+
+    token      the value of the token itself
+    geometric  the mean over the sequence; for ratios, this is the geometric mean
+    segment    the same mean over an unbroken run of action tokens
+    sequence   the product of the ratios of the sequence, or the sum of its differences
 
 Legend: M scored tokens of all sequences, concatenated. `lengths` has the number of scored tokens of each sequence.
 """
@@ -60,10 +62,11 @@ class Mismatch:
 
 
 def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_bound: float | None = 1.2) -> Tensor:
-    """Return the weights of truncated importance sampling, [M]: min(ratio, upper_bound), and 1 outside the mask.
+    """Return the weights of truncated importance sampling, [M]: min(ratio, upper_bound).
 
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). The weights multiply
-    the loss, so that its expectation is taken under the training engine's distribution.
+    Outside the mask, the weight is 1. The weights multiply the loss, so that its expectation is taken under the
+    training engine's distribution. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+    (2025).
     """
     ratio_M = mismatch.ratio(level)
     return ratio_M if upper_bound is None else torch.where(mismatch.mask_M, ratio_M.clamp(max=upper_bound), 1.0)
@@ -72,7 +75,10 @@ def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_boun
 def icepop_weights(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = ICEPOP_LOW, high: float | None = ICEPOP_HIGH
 ) -> Tensor:
-    """Return the ratio where low <= ratio <= high, else 0, [M]; 1 outside the mask. IcePop, arXiv 2510.18855."""
+    """Return the weights of IcePop, [M]: the ratio if low <= ratio <= high, and 0 otherwise.
+
+    Outside the mask, the weight is 1. arXiv 2510.18855.
+    """
     return mismatch.ratio(level) * ratio_within(mismatch, level=level, low=low, high=high)
 
 
@@ -89,29 +95,36 @@ def ratio_within(
 def difference_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = -0.2, high: float | None = 0.2
 ) -> Tensor:
-    """Return the mask of tokens with low <= difference of probabilities <= high, bool [M]; see `ratio_within`."""
+    """Return a mask of the tokens with low <= difference <= high, bool [M].
+
+    The difference is p_train - p_infer. A bound of None has no effect. The result is True outside the mask of
+    `mismatch`.
+    """
     return _within(mismatch.difference(level), low, high) | ~mismatch.mask_M
 
 
 def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
-    """Return a mask, bool [M], that is False at tokens with A < 0 in sequences that are unlikely in training.
+    """Return a mask, bool [M], that excludes negative advantages in sequences that are unlikely in training.
 
-    A sequence is unlikely if the mean of log(p_infer / p_train) over its tokens is above `delta`. Negative advantages
-    on unlikely text are harmful. DeepSeek-V3.2, arXiv 2512.02556.
+    A token is excluded if its advantage is negative and the mean of log(p_infer / p_train) over its sequence is above
+    `delta`. Negative advantages in such sequences are harmful. DeepSeek-V3.2, arXiv 2512.02556.
     """
     far_M = -mismatch.log_ratio("geometric") > delta
     return ~(far_M & (advantages_M < 0) & mismatch.mask_M)
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """Return the mismatch metrics, which do not depend on corrections. If the mask has no token, the dict is empty.
+    """Return the metrics of the mismatch, before any correction. If the mask has no token, the dict is empty.
 
-    `logprob_diff_mean` and `logprob_diff_max` are the mean and the maximum of |log p_train - log p_infer| over the
-    tokens. `prob_diff_mean` and `prob_diff_max` are the mean and the maximum of |p_train - p_infer|. `k1` and `k3`
-    estimate KL(infer || train). `ratio_mean`, `ratio_min`, `ratio_max` and `ratio_p99` (the 99 % quantile) describe the
-    ratios of tokens. `ess` is the effective sample size of these ratios as a fraction of the number of tokens (see
-    `effective_share`). `ess_sequence` is the effective sample size of sequences as a fraction of their number; the
-    weight of a sequence is the product of its ratios.
+    Keys of the dict:
+        logprob_diff_mean, logprob_diff_max: mean and maximum of |log p_train - log p_infer| over tokens.
+        prob_diff_mean, prob_diff_max: mean and maximum of |p_train - p_infer| over tokens.
+        k1, k3: estimates of KL(infer || train).
+        ratio_mean, ratio_min, ratio_max, ratio_p99: mean, minimum, maximum and 99 % quantile of the ratios of tokens.
+        ess: effective sample size of the ratios of tokens, as a fraction of the number of tokens; see
+            `effective_share`.
+        ess_sequence: effective sample size of sequences, as a fraction of their number. The weight of a sequence is the
+            product of its ratios.
     """
     kept = mismatch.mask_M
     if not kept.any():
@@ -139,18 +152,21 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def effective_share(weights_N: Tensor) -> float:
-    """Return the effective sample size of weights as a fraction of their number: (Σw)² / (N · Σw²).
+    """Return the effective sample size of weights, as a fraction of the number of weights: (Σw)² / (N · Σw²).
 
-    The result is 1 for equal weights, and 1/N if only one weight is not 0. Kong, "A Note on Importance Sampling using
-    Standardized Weights" (1992). A common factor of all weights has no effect. The result is 0 if no weight is
-    positive.
+    For equal weights, the result is 1. If only one weight is not 0, the result is 1/N. If all weights are 0, the result
+    is 0. A common factor of all weights has no effect. Kong, "A Note on Importance Sampling using Standardized Weights"
+    (1992).
     """
     squares = float(weights_N.square().sum())
     return float(weights_N.sum()) ** 2 / squares / len(weights_N) if squares else 0.0
 
 
 def _sequence_log_ratios(mismatch: Mismatch) -> Tensor:
-    """Return the sum of log-ratios of each sequence that has action tokens, f64."""
+    """Return the sum of the log-ratios of each sequence, f64.
+
+    Sequences without action tokens are left out.
+    """
     gaps_M = (mismatch.train_M - mismatch.infer_M).double().masked_fill_(~mismatch.mask_M, 0)
     acted_B = sequence_sums(mismatch.mask_M.double(), mismatch.lengths) > 0
     return sequence_sums(gaps_M, mismatch.lengths)[acted_B]
@@ -162,7 +178,11 @@ def _quantile(values_N: Tensor, share: float) -> Tensor:
 
 
 def _sums_and_extremes(train_K: Tensor, infer_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return six sums over tokens, and the maxima of four values: |log-ratio|, ratio, -ratio and |difference|."""
+    """Return (sums, maxima) over tokens, for the metrics.
+
+    The sums are those of log-ratio, |log-ratio|, k3, ratio, ratio² and |difference|. The maxima are those of
+    |log-ratio|, ratio, -ratio and |difference|.
+    """
     log_ratio = (train_K - infer_K).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, apart = log_ratio.exp(), log_ratio.abs()
     difference = train_K.exp().sub_(infer_K.exp()).abs_()
@@ -181,7 +201,10 @@ def _within(values_M: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def _segment_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return, for each token, the mean over the contiguous tokens in its sequence with the same mask value."""
+    """Return, for each token, the mean of the values in the token's segment.
+
+    A segment is an unbroken run of tokens of one sequence that are all in the mask or all outside it.
+    """
     if not len(values_M):
         return values_M
     sequence_M = sequence_numbers(lengths, values_M.device)

@@ -9,16 +9,17 @@ column under the student and the teacher, and m is a mixture of s and t:
     skewed_reverse_kl(α)  KL(s || m),                       m = α s + (1-α) t      DistiLLM, arXiv 2402.03898
     skewed_forward_kl(α)  KL(t || m),                       m = α t + (1-α) s
 
-β is the teacher's weight. At β = 0 and β = 1 the mixture equals s or t, and the formula of jsd gives 0. In these two
-cases, `jsd` is a limit instead, as in TRL. At β = 0 it is the limit of jsd/β, which is forward_kl. At β = 1 it is the
-limit of jsd/(1-β), which is reverse_kl. With α = 0, the skewed divergences are the plain KLs.
+β is the teacher's weight. At β = 0 and β = 1, the formula of jsd gives 0, because the mixture equals s or t. In these
+two cases, `jsd` is a limit instead, as in TRL. At β = 0, it is the limit of jsd/β, which is forward_kl. At β = 1, it is
+the limit of jsd/(1-β), which is reverse_kl. With α = 0, the skewed divergences are the plain KLs.
 
-The term of a column in KL(p || q) is p log(p/q) - p + q. The sum of -p + q over all columns is 0, and its gradient with
-respect to the logits is 0, so -p + q does not change the divergence. In a single column, -p + q makes the term
-non-negative, and makes it second order in p - q if p is close to q. Equal distributions therefore give 0 instead of a
-sum of rounding errors.
+KL(p || q) is computed as the sum of p log(p/q) - p + q over all columns. The sum of -p + q is 0, and so is its gradient
+with respect to the logits, so it does not change the divergence. But with -p + q, no term of the sum is negative, and a
+term is of second order in p - q if p is close to q. For equal distributions, the result is therefore 0 instead of a sum
+of rounding errors.
 
-Legend: K columns, M tokens. All values are log-probs; a log-prob is -inf if a model gives the column the probability 0.
+Legend: K columns, M tokens. All values are log-probs. If a model gives a column the probability 0, its log-prob is
+-inf.
 """
 
 import math
@@ -33,16 +34,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ColumnSum:
-    """A sum over columns. The term of a column depends on the log-probs of student and teacher, or only of the student.
+    """A sum over columns.
 
-    `value` and `slope` never return NaN if their arguments are log-probs. `value` is inf if the divergence is infinite.
+    The term of a column depends on the log-probs of student and teacher, or only on the log-prob of the student.
+    `value` and `slope` never return NaN if their arguments are log-probs. If the divergence is infinite, `value` is
+    inf.
     """
 
     value: Callable[..., Tensor]  # term of a column in the sum
     slope: Callable[..., Tensor]  # derivative of the term with respect to the student's log-prob
 
     def __call__(self, student_logprobs: Tensor, *others: Tensor) -> Tensor:
-        """Return the sum over the last dimension of arrays [..., K]; only `student_logprobs` gets a gradient."""
+        """Return the sum over the last dimension of arrays [..., K].
+
+        Only `student_logprobs` gets a gradient.
+        """
         return _Sum.apply(self, student_logprobs, *others)
 
 
@@ -60,11 +66,11 @@ class _Sum(torch.autograd.Function):
 
 
 def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum:
-    """Return divergence `name`, a key of `DIVERGENCES`.
+    """Return the divergence `name`, a key of `DIVERGENCES`.
 
     Args:
-        beta: the teacher's weight in the mixture of jsd, 0 to 1.
-        alpha: weight of the first argument in the mixture of skewed divergences, in [0, 1).
+        beta: the teacher's weight in the mixture of jsd, from 0 to 1.
+        alpha: weight of the first distribution in the mixture of a skewed divergence, at least 0 and below 1.
 
     Raises:
         ValueError: if the name is unknown or a parameter is out of its range.
@@ -81,23 +87,24 @@ def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum
 
 
 def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) -> Tensor:
-    """Return the divergence over K tokens and the bucket of all other tokens, f32 [M]; `student_ML` gets a gradient.
+    """Return the divergence over K tokens and the bucket of all other tokens, f32 [M].
 
-    The result is never negative and, by the data-processing inequality, at most the divergence over the whole
-    vocabulary. If the K tokens are the whole vocabulary, the bucket is empty, and the two divergences are equal.
+    Only `student_ML` gets a gradient. The result is never negative. It is at most the divergence over the whole
+    vocabulary, by the data-processing inequality. If the K tokens are the whole vocabulary, the bucket is empty, and
+    the two divergences are equal.
 
     Args:
-        student_ML: student log-probs of K different tokens, followed by the log-prob of the bucket, so L = K + 1. The
-            log-prob of the bucket must be computed as a sum over its tokens, because log(1 - Σp) would lose all digits
+        student_ML: the student's log-probs of K different tokens, followed by the log-prob of the bucket; L = K + 1.
+            The log-prob of the bucket must be computed as a sum over its tokens, because log(1 - Σp) loses all digits
             if the K tokens have nearly all of the probability.
-        teacher_ML: teacher log-probs of the same columns.
+        teacher_ML: the teacher's log-probs of the same columns.
     """
     # renormalised in f64, as rounding in f32 would dominate the gradient of a confident student
     return measure(*(side_ML.double().log_softmax(-1) for side_ML in (student_ML, teacher_ML))).float()
 
 
 def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return probability · log_ratio, and 0 where the probability is 0, whatever the ratio is."""
+    """Return probability · log_ratio. Where the probability is 0, the result is 0, even if the ratio is infinite."""
     return torch.where(probability > 0, probability * log_ratio, 0.0)
 
 
@@ -107,7 +114,10 @@ def _log_mixture(first: Tensor, second: Tensor, weight: float) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return the term of a column in KL(p || q); the arguments are log-probs."""
+    """Return the terms p log(p/q) - p + q of KL(p || q), one per column.
+
+    The arguments are log-probs.
+    """
     probability = p.exp()
     return _times(probability, p - q) - probability + q.exp()
 

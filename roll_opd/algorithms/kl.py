@@ -1,7 +1,7 @@
 """Estimators of KL(student || other) from log-probs of sampled tokens. John Schulman, "Approximating KL Divergence".
 
-Each estimator takes two f32 arrays of the same shape: the log-probs under the student (`logprobs`) and the log-probs
-under the other model (`other`). It returns an array of this shape.
+Each estimator takes two f32 arrays of the same shape, and returns an array of this shape. `logprobs` are the log-probs
+under the student, and `other` are the log-probs under the other model.
 """
 
 import math
@@ -25,47 +25,58 @@ def k1(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return |Δ|."""
+    """Return |Δ|, where Δ = logprobs - other."""
     return (logprobs - other).abs()
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return Δ²/2. As a loss on the student's samples, k2 has the gradient of the reverse KL."""
+    """Return Δ²/2, where Δ = logprobs - other.
+
+    As a loss on the student's samples, k2 has the gradient of the reverse KL.
+    """
     return (logprobs - other).square() / 2
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return e^-Δ - 1 + Δ. The estimate is unbiased and never negative.
+    """Return e^-Δ - 1 + Δ, where Δ = logprobs - other. The estimate is unbiased and never negative.
 
-    As a loss, k3 has the gradient of the forward KL. The value has no upper bound, as in Trinity-RFT: if a token is
-    e^20 times likelier under `other`, the value is about e^20.
+    As a loss, k3 has the gradient of the forward KL. As in Trinity-RFT, the value has no upper bound. For example, if a
+    token is e^20 times likelier under `other`, the value is about e^20.
     """
     log_ratio = other - logprobs
     return log_ratio.exp() - 1 - log_ratio
 
 
 def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return `k3` clipped at 10, with gradient 0 above the clip: ROLL's k3 and Trinity-RFT's low_var_kl."""
+    """Return `k3`, clipped at 10. Above 10, the gradient is 0.
+
+    This is ROLL's k3 and Trinity-RFT's low_var_kl.
+    """
     log_ratio = (other - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # beyond 20 the value is clipped at 10 anyway
     return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_LOW_VARIANCE, MAX_LOW_VARIANCE)
 
 
 def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> Tensor:
-    """Return clamp(r, 0, 2) · `k3`, with r = e^(logprobs - old). As a loss, it has the gradient of the reverse KL.
+    """Return clamp(r, 0, 2) · `k3`, where r = e^(logprobs - old).
 
-    r has a gradient. `old` has the log-probs under the rollout weights. None means that the samples are on-policy, so
-    the value of r is 1.
+    r has a gradient. As a loss, corrected_k3 therefore has the gradient of the reverse KL.
+
+    Args:
+        old: log-probs under the rollout weights. None: the samples are on-policy, so the value of r is 1.
     """
     old = logprobs.detach() if old is None else old
     return probability_ratio(logprobs, old).clamp(0, MAX_CORRECTION) * k3(logprobs, other)
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """Return the KL coefficient of the next step. It grows if `kl` is above `target`, else it falls. arXiv 1909.08593.
+    """Return the KL coefficient of the next step. arXiv 1909.08593.
 
-    The result is coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon), where `samples` is the number of
-    samples in the step. The coefficient changes by at most a fifth in `horizon` samples. If `kl` is not finite, the
-    coefficient is not changed.
+    The result is coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon). The coefficient grows if `kl` is
+    above `target`, and falls if `kl` is below it. If `kl` is not finite, the coefficient is not changed.
+
+    Args:
+        horizon: number of samples in which the coefficient changes by at most a fifth.
+        samples: number of samples in this step.
     """
     if not math.isfinite(kl):
         return coefficient

@@ -1,8 +1,8 @@
 """`POLICY_LOSSES` and `ADVANTAGES`: registries of the losses and advantages that a configuration can name.
 
-A function is registered where it is defined, together with facts for the planner. Its signature defines the arguments
-and defaults. Modules in `losses` and `advantages` are found automatically. A user's function needs the same signature.
-`register_policy_loss` and `register_advantage` give the function a name and facts.
+A function is registered where it is defined, together with facts for the planner. The arguments and their defaults are
+read from its signature. Modules in `losses` and `advantages` are found automatically. A user's function must have the
+same signature; `register_policy_loss` and `register_advantage` give it a name and facts.
 
 Names, facts and defaults can be read without importing torch. torch is imported when a function is looked up.
 """
@@ -24,12 +24,15 @@ Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, arguments) -> Normal
 
 
 class AlgorithmError(Exception):
-    """An algorithm, advantage or policy loss is unknown or misused; the message has the reason and the known names."""
+    """An algorithm, an advantage or a policy loss is unknown or misused.
+
+    The message states the reason and the known names.
+    """
 
 
 @dataclass(frozen=True)
 class PolicyLossFacts:
-    """Properties of a policy loss for the planner."""
+    """Properties of a policy loss that the planner reads."""
 
     reads_advantages: bool = True
     reads_pg_clip: bool = False  # takes clip_low, clip_high and dual_clip from ROLL's pg_clip keys
@@ -39,7 +42,7 @@ class PolicyLossFacts:
 
 @dataclass(frozen=True)
 class AdvantageFacts:
-    """Properties of an advantage function for the planner."""
+    """Properties of an advantage function that the planner reads."""
 
     baseline: bool = False  # compares the samples of a prompt, so each prompt needs several samples
     reads_runs: bool = False  # gets one sample per step of a run; other functions get one sample per run
@@ -74,17 +77,19 @@ register_advantage = ADVANTAGES.register
 
 
 def policy_loss(name: str, arguments: Mapping[str, Any] | None = None) -> PolicyLoss:
-    """Return the function of a policy loss after checking `arguments`.
+    """Check the arguments of a policy loss and return its function.
 
-    Raises `AlgorithmError` if the name is unknown or the arguments do not match.
+    Raises:
+        AlgorithmError: if the name is unknown or the arguments do not match.
     """
     return _checked(POLICY_LOSSES, name, arguments or {})
 
 
 def advantage(name: str, arguments: Mapping[str, Any] | None = None) -> Advantage:
-    """Return the function of an advantage after checking `arguments`.
+    """Check the arguments of an advantage and return its function.
 
-    Raises `AlgorithmError` if the name is unknown or the arguments do not match.
+    Raises:
+        AlgorithmError: if the name is unknown or the arguments do not match.
     """
     return _checked(ADVANTAGES, name, arguments or {})
 

@@ -2,9 +2,9 @@
 
     δ_k = r_k + γ V_{k+1} - V_k        A_k = Σ_{i≥0} (γλ)^i δ_{k+i}        returns_k = A_k + V_k
 
-k is the index of an action token in its sequence; all discounts are per action token. V_k is the value of the state
-before token k. The value after the last token is 0, so a truncated sequence counts as terminated. arXiv 1506.02438,
-1707.06347.
+k is the index of an action token in its sequence, and V_k is the value of the state before token k. All discounts are
+per action token. The value after the last token is 0, so a truncated sequence is treated as terminated. arXiv
+1506.02438, 1707.06347.
 
 Legend: M tokens of all sequences, concatenated. K of these M tokens are action tokens.
 """
@@ -16,15 +16,16 @@ from torch import Tensor
 
 
 def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return for each action token Σ_{k≥0} discount^k · value of the action token k places later, [M]; 0 elsewhere.
+    """Return the discounted sum of the current and later values for each action token, [M]; 0 elsewhere.
 
-    The discount is per action token, so tokens from tools or environments between action tokens do not count.
+    The sum is Σ_{k≥0} discount^k · v_k, where v_k is the value of the action token k places later. The discount is per
+    action token, so tokens of tools and environments between action tokens do not count.
 
     Args:
-        values_M: ignored outside the mask.
+        values_M: value of each token; ignored outside the mask.
         mask_M: bool, True at action tokens.
         lengths: number of tokens of each sequence, inside and outside the mask.
-        discount: discount per action token; with 0, the result has the values themselves.
+        discount: discount per action token. With 0, the result is the values themselves.
     """
     if discount == 0.0 or not len(values_M):
         return torch.where(mask_M, values_M, 0)
@@ -37,14 +38,14 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
 
 
 def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return for each token Σ_{k≥0} discount^k · sum of the values in the turn k turns later, [M]; 0 outside the mask.
+    """Return the discounted sum of the values of the current and later turns for each token, [M]; 0 outside the mask.
 
-    A turn is a contiguous span of action tokens. All tokens of a turn get the same return: the return that
-    `discounted_to_go` gives if each turn is one token. Tokens of a turn that are outside `mask_M` add no value, and do
-    not split the turn.
+    The sum is Σ_{k≥0} discount^k · v_k, where v_k is the sum of the values in the turn k turns later. A turn is a
+    contiguous span of action tokens. All tokens of a turn get the same result. Tokens of a turn that are outside
+    `mask_M` add no value, and do not split the turn.
 
     Args:
-        values_M: ignored outside `mask_M`.
+        values_M: value of each token; ignored outside `mask_M`.
         mask_M: bool, True at action tokens in the loss.
         acted_M: bool, True at all action tokens.
         lengths: number of tokens of each sequence, inside and outside the mask.
@@ -62,7 +63,10 @@ def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequ
 
 
 def _to_go(values_K: Tensor, counts_B: Tensor, discount: float) -> Tensor:
-    """Return discounted sums, in log2(longest) steps. A step adds two sums over n tokens to a sum over 2n tokens."""
+    """Return the discounted sums in log2(longest) iterations.
+
+    An iteration adds two sums over n tokens to get a sum over 2n tokens.
+    """
     counts_B = counts_B[counts_B > 0].to(values_K.device)
     if not len(counts_B):
         return values_K
@@ -87,15 +91,15 @@ def _to_go(values_K: Tensor, counts_B: Tensor, discount: float) -> Tensor:
 def gae(
     rewards_M: Tensor, values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages (not whitened) and returns, both f64 [M] and 0 outside the mask.
+    """Return (advantages, returns), both f64 [M] and 0 outside the mask. The advantages are not whitened.
 
     Args:
-        rewards_M: token rewards, ignored outside the mask.
-        values_M: values of the state before each token, ignored outside the mask.
+        rewards_M: token rewards; ignored outside the mask.
+        values_M: values of the state before each token; ignored outside the mask.
         mask_M: bool, True at action tokens.
-        lengths: M_b, number of tokens of each sequence.
+        lengths: number of tokens of each sequence.
         gamma: discount factor per action token.
-        lambd: with 0, the advantage is r + γV' - V; with 1, it is the discounted return minus V.
+        lambd: λ of GAE. With 0, the advantage is r + γV' - V. With 1, it is the discounted return minus V.
     """
     counts = torch.tensor([int(piece.sum()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)
     rewards_K, values_K = rewards_M[mask_M].double(), values_M[mask_M].double()
@@ -112,9 +116,9 @@ def gae(
 
 
 def value_loss(values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip: float | None = None) -> Tensor:
-    """Return ½ (V - R)² per token. With `clip`, return ½ max((V - R)², (V_clipped - R)²) instead.
+    """Return ½ (V - R)² of each token. If `clip` is set, return ½ max((V - R)², (V_clipped - R)²) instead.
 
-    V_clipped is V clipped to ±`clip` around the value before the update.
+    V_clipped is V, clipped to within ±`clip` of the value before the update.
     """
     loss_M = (values_M - returns_M).square()
     if clip is not None:

@@ -1,4 +1,4 @@
-"""Filters that select groups by reward, and ROLL's masks and weights of samples by length, difficulty and correctness.
+"""Filters of groups by their rewards, and ROLL's masks and weights of samples.
 
 Legend: B samples. Samples of one prompt share a group.
 """
@@ -10,9 +10,9 @@ import numpy as np
 
 
 def mean_filter(rewards: Sequence[float], *, threshold_down: float, threshold_up: float) -> bool:
-    """Return whether the mean is strictly between the thresholds.
+    """Return whether the mean of the rewards is strictly between the thresholds.
 
-    The prompt is then neither too hard nor too easy.
+    Such a prompt is neither too hard nor too easy.
     """
     return bool(threshold_down < np.mean(rewards) < threshold_up)
 
@@ -36,9 +36,10 @@ def below_longest(lengths: Sequence[int], longest: int) -> list[bool]:
 def between_difficulties(
     rewards: Sequence[float | None], groups: Sequence[str], *, low: float, high: float
 ) -> list[bool]:
-    """Return a mask [B] of samples whose group has a mean reward strictly between `low` and `high` (`difficulty_mask`).
+    """Return a mask [B] of samples in groups of medium difficulty (`difficulty_mask`).
 
-    Rewards of None are ignored. A group without any reward is kept.
+    The mean reward of such a group is strictly between `low` and `high`. Samples without a reward are not counted in
+    the mean. A group without any reward is kept.
     """
     by_group: dict[str, list[float]] = defaultdict(list)
     for reward, group in zip(rewards, groups, strict=True):
@@ -49,7 +50,11 @@ def between_difficulties(
 
 
 def right_or_short(rewards: Sequence[float | None], lengths: Sequence[int], *, threshold: int) -> list[bool]:
-    """Return a mask [B] of samples with reward 1 or None, or with reward 0 and fewer than `threshold` tokens."""
+    """Return a mask [B] of samples that are right or short.
+
+    A sample is kept if its reward is 1 or if it has no reward. A sample with reward 0 is kept if it has fewer than
+    `threshold` tokens.
+    """
     return [
         reward in (None, 1) or (reward == 0 and length < threshold)
         for reward, length in zip(rewards, lengths, strict=True)
@@ -59,17 +64,20 @@ def right_or_short(rewards: Sequence[float | None], lengths: Sequence[int], *, t
 def sample_weights(
     lengths: Sequence[int], difficulties: Sequence[float | None] | None, *, by_length: bool
 ) -> list[float]:
-    """Return the weights [B] of an update's samples, with mean 1.
+    """Return the weights [B] of the samples of an update, with mean 1.
 
-    A weight is the product of two factors, divided by the mean of these products. With `difficulty_loss_weight`, the
-    first factor is 0.5 + 1.5 · difficulty, with the difficulty clipped to [0, 1]; for a sample without a difficulty,
-    the factor is 1. With `length_loss_weight`, the second factor is 1.5 - (length - shortest) / (longest - shortest). A
-    factor that is not configured is 1.
+    The weight of a sample is the product of two factors, divided by the mean of these products.
+
+    The first factor is used with `difficulty_loss_weight`. It is 0.5 + 1.5 · difficulty, with the difficulty clipped to
+    [0, 1]. For a sample without a difficulty, it is 1.
+
+    The second factor is used with `length_loss_weight`. It falls linearly with the length of the response, from 1.5 for
+    the shortest response to 0.5 for the longest response.
 
     Args:
-        lengths: number of response tokens.
-        difficulties: difficulty of each sample, from the rows; None: difficulties are not used.
-        by_length: whether the weights depend on the lengths.
+        lengths: number of response tokens of each sample.
+        difficulties: difficulty of each sample, from the rows of the data; None: the first factor is not used.
+        by_length: whether the second factor is used.
     """
     weights = [1.0] * len(lengths)
     if difficulties is not None:

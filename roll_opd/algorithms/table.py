@@ -1,7 +1,7 @@
-"""The table of algorithms: defaults of each `algorithm_type`, and a check of combinations. Does not import torch.
+"""The table of algorithms: the defaults of each `algorithm_type`, and a check of combinations. Does not import torch.
 
-Names and flags are Trinity-RFT's. `losses` and `advantages` define the functions with their defaults and facts. The
-names of KL estimators and divergences, which are not extension points, are also here.
+Names and flags are Trinity-RFT's. The functions, with their own defaults and facts, are in `losses` and `advantages`.
+This module also has the names of KL estimators and divergences, which users cannot extend.
 """
 
 from collections.abc import Mapping
@@ -75,7 +75,10 @@ ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the algorithm with this name; a dotted path names a user's algorithm. Raises `AlgorithmError`."""
+    """Return the algorithm with this name; raise `AlgorithmError` if it is unknown.
+
+    The name may be the dotted path of a user's algorithm.
+    """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     module_name, _, attribute = name.rpartition(".")
@@ -108,7 +111,10 @@ def advantage_facts(name: str | None) -> AdvantageFacts:
 
 
 def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]) -> tuple[FrozenDict, tuple[str, ...]]:
-    """Return the function's defaults, updated with the given arguments, and a tuple of the unknown argument names."""
+    """Return (arguments, unknown names).
+
+    The arguments are the function's defaults, updated with the given arguments.
+    """
     ours: dict[str, object] = {}
     # clip_range is applied before clip_range_low and clip_range_high
     for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):
@@ -130,7 +136,7 @@ def check_combination(
     expert_data_ratio: float = 0.0,
     opd_objective: str = "sampled",
 ) -> list[str]:
-    """Return an error for each part that, in this combination, has no effect or is mathematically wrong.
+    """Return an error message for each part that has no effect or is mathematically wrong in this combination.
 
     A user's function that declares no facts is assumed to be correct.
     """

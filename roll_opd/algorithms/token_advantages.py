@@ -4,8 +4,10 @@
     r = whiten(R' on the last action token, 0 elsewhere, minus a penalty per token)
 
 k counts action tokens, or turns if gamma is applied per turn. R' is the normalised reward of an advantage function (see
-`advantages`). Whitening, discount and penalty are optional. The teachers' term is added later, in `objective.loss`,
-because whitening the sum would remove the signal of this term. The sum is then clipped.
+`advantages`). Whitening, discount and penalty are optional.
+
+The teachers' term is added later, in `objective.loss`, because whitening the sum would remove the signal of this term.
+The sum is then clipped.
 
 Legend: B samples with M scored tokens in total, concatenated. All arrays are float64, because they are small and tests
 compare six digits of long sums.
@@ -26,10 +28,10 @@ VARIANCE_FLOOR = 1e-8  # added to the variance in whitening
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages and returns (the targets of a critic), both f64 [M] and 0 outside the mask.
+    """Advantages and returns, both f64 [M] and 0 outside the mask. The returns are the targets of a critic.
 
-    `reward_mean` and `reward_scale` were used to whiten the rewards, `mean` and `scale` to whiten the advantages.
-    Without whitening, the mean is 0 and the scale is 1.
+    `reward_mean` and `reward_scale` are the mean and the scale that whitened the rewards. `mean` and `scale` are those
+    that whitened the advantages. Without whitening, the mean is 0 and the scale is 1.
     """
 
     advantages_M: Tensor
@@ -52,18 +54,20 @@ def token_advantages(
     whiten_rewards: bool = False,
     whiten_advantages: bool = False,
 ) -> TokenAdvantages:
-    """Return advantages from token rewards: discounted returns-to-go, or GAE if a critic's values are given.
+    """Compute advantages from token rewards.
 
-    The rewards and the advantages can be whitened (arXiv 2501.03262).
+    The advantages are discounted returns-to-go. If a critic's values are given, they are GAE instead. The rewards and
+    the advantages can be whitened (arXiv 2501.03262).
 
     Args:
         rewards_M: f64 [M], 0 outside the mask.
         mask_M: bool [M].
-        lengths: tokens of each sample.
+        lengths: number of tokens of each sample.
+        gamma: discount factor.
         values_M: a critic's values of the state before each token; None: returns-to-go.
         lambd: λ of GAE.
-        turns_M: bool [M], True at action tokens. gamma is then applied per turn, which is an unbroken run of action
-            tokens. None: gamma is applied per token.
+        turns_M: bool [M], True at action tokens: gamma is applied per turn. A turn is an unbroken run of action tokens.
+            None: gamma is applied per token.
     """
     rewards_M, reward_mean, reward_scale = _whitened(rewards_M, mask_M, enabled=whiten_rewards)
     if values_M is not None:
@@ -85,7 +89,7 @@ def _whitened(values_M: Tensor, mask_M: Tensor, *, enabled: bool) -> tuple[Tenso
 
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """Return token rewards with each sample's reward on its last action token, f64 [M]; 0 elsewhere."""
+    """Return token rewards, f64 [M]: the reward of each sample on its last action token, and 0 elsewhere."""
     *begins, end = itertools.accumulate(map(len, masks), initial=0)
     placed_M = np.zeros(end)
     for reward, begin, mask in zip(rewards_B.tolist(), begins, masks, strict=True):
@@ -103,10 +107,10 @@ def last_action(mask: np.ndarray) -> int | None:
 
 
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
-    """Return the mean and the standard deviation over the mask; (0, 1) for fewer than two tokens.
+    """Return (mean, standard deviation) over the mask; (0, 1) for fewer than two tokens.
 
-    The standard deviation is the root of the unbiased variance plus 1e-8. Non-finite values are ignored, so that a
-    non-finite value affects only the advantages of its sample.
+    The standard deviation is the root of the unbiased variance plus 1e-8. Non-finite values are ignored, so that such a
+    value affects only the advantages of its own sample.
     """
     kept = values_M[mask_M & values_M.isfinite()].double()
     if len(kept) < 2:
@@ -115,5 +119,8 @@ def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
 
 
 def clipped(values: Tensor, limit: float | None) -> Tensor:
-    """Clip values to ±`limit`; None: no limit. Non-finite values are kept, so that the update will be skipped."""
+    """Clip values to ±`limit`; None: no limit.
+
+    Non-finite values are kept, because the update must then be skipped.
+    """
     return values if limit is None else values.clamp(-limit, limit).where(values.isfinite(), values)

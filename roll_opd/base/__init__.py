@@ -1,1 +1,4 @@
-"""Shared utilities that every package may import: registry, errors, paths, terminal. Their only import is pydantic."""
+"""Shared utilities: registry, errors, paths, terminal.
+
+Every package may import them. They import no package except pydantic.
+"""

@@ -28,7 +28,7 @@ SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"
 
 
 def safe_output() -> None:
-    """Make stdout and stderr print an escape for a character outside the encoding, instead of raising an error."""
+    """Make stdout and stderr escape characters that their encoding does not have, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -36,10 +36,10 @@ def safe_output() -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Disable automatic garbage collection; explicit collections still work.
+    """Disable automatic garbage collection inside the block. Explicit collections still work.
 
-    Imported modules and the samples of a step stay alive, so automatic collections find nothing to free. In a step of
-    8,192 samples, automatic collections took a sixth of the driver's time.
+    Automatic collections find nothing to free, because imported modules and the samples of a step stay alive. In a step
+    of 8,192 samples, they took a sixth of the driver's time.
     """
     were_on = gc.isenabled()
     gc.disable()
@@ -51,10 +51,13 @@ def without_collections() -> Iterator[None]:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool = True) -> None:
-    """Add the configuration arguments: a YAML file (or a directory and a name, as in ROLL), and overrides.
+    """Add the arguments that name a configuration, and the overrides.
 
-    With `takes_pipeline`, the first word may be the name of a pipeline. Without such a name, the configuration
-    determines the pipeline.
+    The configuration is a YAML file, or a directory and a name, as in ROLL.
+
+    Args:
+        takes_pipeline: whether the first word may be the name of a pipeline. Without such a name, the configuration
+            determines the pipeline.
     """
     pipeline = f"[{'|'.join(ENTRIES)}|sft|dpo|offline_distill|MODULE] " if takes_pipeline else ""
     parser.usage = (
@@ -70,9 +73,9 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
 
 
 def pipeline_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Remove the pipeline's name from a command line, and return the pipeline's arguments for `load_plan`.
+    """Remove the pipeline's name from a command line; return the arguments of `load_plan` that select it.
 
-    If the command line has no pipeline name, the result is empty.
+    If the command line has no pipeline name, the result is an empty dict.
     """
     first = parsed.overrides[0] if parsed.overrides else ""
     if not first or not _is_name(first):
@@ -84,7 +87,11 @@ def pipeline_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
-    """Return (directory, name, overrides) of the configuration on a command line; raises ConfigError."""
+    """Return (directory, name, overrides) of the configuration on a command line.
+
+    Raises:
+        ConfigError: if no configuration is named, or more than one.
+    """
     files = [*filter(None, [parsed.config]), *(word for word in parsed.overrides if _is_file(word))]
     overrides = [word for word in parsed.overrides if not _is_file(word)]
     named = [option for option in ("config_path", "config_name") if getattr(parsed, option) is not None]
@@ -103,7 +110,10 @@ def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
 
 
 def _advice(word: str | None) -> str:
-    """Return advice for a command line without a configuration. `word` may be a file name without its ending .yaml."""
+    """Return advice for a command line without a configuration.
+
+    `word` is a word of the command line that may be a file name without the ending .yaml.
+    """
     if word is None:
         return f"; {HOW_TO_NAME}"
     near = _named_yaml(word)
@@ -111,7 +121,7 @@ def _advice(word: str | None) -> str:
 
 
 def _named_yaml(word: str) -> str | None:
-    """Return `word` plus the ending of a YAML file, if a file with this name exists; None if no such file exists."""
+    """Return `word` with the ending of a YAML file, if a file with this name exists, else None."""
     return next((word + ending for ending in YAML if os.path.isfile(word + ending)), None)
 
 
@@ -126,14 +136,17 @@ def _is_name(word: str) -> bool:
 
 
 def _is_file(word: str) -> bool:
-    """Return whether a word of the command line is a configuration file; `key=file.yaml` is an override."""
+    """Return whether a word of the command line is a configuration file.
+
+    `key=file.yaml` is an override, unless a file with this name exists.
+    """
     return word.endswith(YAML) and ("=" not in word or os.path.isfile(word))
 
 
 def write_run_directory(path: str | os.PathLike[str]) -> None:
-    """Write the run's directory to the file that the environment variable `RUN_DIRECTORY_FILE` names, if it is set.
+    """Write the path of the run's directory to a file, if the environment variable `RUN_DIRECTORY_FILE` names one.
 
-    The variable is removed, so that nested runs do not overwrite the file.
+    The variable is then removed, so that nested runs do not overwrite the file.
     """
     if file := os.environ.pop(RUN_DIRECTORY_FILE, None):
         with open(file, "w", encoding="utf-8") as stream:

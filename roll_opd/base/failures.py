@@ -1,7 +1,8 @@
-"""Exceptions of runs, and messages for users: system errors and their remedies, unexpected errors, spelling hints.
+"""Exceptions of runs, and messages for users.
 
-Code that reads user files converts OSError to its own error types, with the messages of this module. Commands print all
-other exceptions as one line instead of a traceback.
+The messages explain system errors and their remedies, unexpected errors and misspelt names. Code that reads user files
+converts OSError to its own error types, with the messages of this module. Commands print all other exceptions as one
+line instead of a traceback.
 """
 
 import difflib
@@ -44,7 +45,10 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class ConfigError(Exception):
-    """The user's configuration is wrong. `problems` has a sentence for each problem; nothing has been started."""
+    """The user's configuration is wrong, so nothing has been started.
+
+    `problems` contains one sentence for each problem.
+    """
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = [shortened(text) for text in problems]
@@ -57,7 +61,7 @@ class ConfigError(Exception):
 
 
 def os_sentence(error: OSError) -> str:
-    """Return a message for an OSError: file, reason, remedy."""
+    """Return a message for an OSError. It states the file, the reason and the remedy."""
     if error.errno == errno.ENOENT and not _has_current_directory():
         return "the current directory has been deleted; change to an existing directory"
     name = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
@@ -73,9 +77,10 @@ def _has_current_directory() -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Return where an error was raised, as "file.py:12": the innermost line of user code, else of this package.
+    """Return the place where an error was raised, as "file.py:12"; "" for an error that was never raised.
 
-    Frames of libraries and of Python are skipped. The result is "" for an error that was never raised.
+    The place is in the innermost frame of the user's code. If there is no such frame, it is in the innermost frame of
+    this package. Frames of libraries and of Python are skipped.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -99,16 +104,16 @@ def unexpected(error: BaseException) -> str:
 
 
 def print_unexpected(error: BaseException) -> None:
-    """Print the message of `unexpected`; if ROLL_OPD_DEBUG is set, print the traceback first."""
+    """Print the message of `unexpected`. If ROLL_OPD_DEBUG is set, print the traceback before it."""
     if DEBUG in os.environ:
         traceback.print_exception(error)
     print(f"roll-opd: {unexpected(error)}", file=sys.stderr)
 
 
 def last_raised(output: str) -> str | None:
-    """Return "Kind: message" from the first traceback in a process's output; None without a traceback.
+    """Return "Kind: message" from the first traceback in a process's output; None if there is no traceback.
 
-    The first traceback is the cause of the later ones. Prefixes of log lines are removed.
+    The first traceback is used because it is the cause of the later ones. Prefixes of log lines are removed.
     """
     lines = [re.sub(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\] )?", "", line) for line in output.splitlines()]
     started = False
@@ -122,7 +127,7 @@ def last_raised(output: str) -> str | None:
 
 
 def shortened(text: str) -> str:
-    """Return a message, with control characters escaped and with long user text cut in the middle."""
+    """Return a message with control characters escaped. Long quoted or unbroken text is cut in the middle."""
 
     def cut(found: re.Match[str]) -> str:
         whole = found[0]
@@ -154,15 +159,15 @@ def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str
 
 
 class WorkflowError(ValueError):
-    """A workflow cannot be used; the message states the place and what to do."""
+    """A workflow cannot be used. The message states the place and the remedy."""
 
 
 class RunError(RuntimeError):
-    """The run cannot continue; the message states why and what to check."""
+    """The run cannot continue. The message states the reason and what to check."""
 
 
 class SkippedUpdates(RunError):
-    """Too many consecutive updates were skipped. `samples` are the samples of the last update."""
+    """Too many consecutive updates were skipped. `samples` contains the samples of the last update."""
 
     def __init__(self, message: str, samples: Sequence[Any]) -> None:
         super().__init__(message)

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 
 class FrozenDict(dict[str, Any]):
-    """Immutable, picklable dict whose values are frozen recursively."""
+    """Immutable dict that can be pickled. Its values are frozen too, recursively."""
 
     def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__({key: freeze(value) for key, value in dict(values).items()})
@@ -30,7 +30,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """Return `value` with plain dicts and lists, for libraries that require these types."""
+    """Return `value` with plain dicts and lists, because some libraries require these types."""
     if isinstance(value, dict):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, tuple):

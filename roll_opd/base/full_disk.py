@@ -27,7 +27,7 @@ class DiskFull(Exception):
 def full_disk(error: BaseException, *places: Path) -> str | None:
     """Return "the disk is full: ..." if a full disk caused `error`, else None.
 
-    If the error does not name a file, the fullest of the directories `places` is reported.
+    `places` are directories. If the error does not name a file, the message is about the fullest of these directories.
     """
     for each in _chain(error):
         if isinstance(each, OSError) and each.errno in FULL:
@@ -42,12 +42,18 @@ def full_disk(error: BaseException, *places: Path) -> str | None:
 
 
 def reason(error: BaseException, *places: Path) -> str:
-    """Return the reason for a failed write: the message of `full_disk`, or the error as text."""
+    """Return the reason for a failed write.
+
+    This is the message of `full_disk` if a full disk is the cause. Otherwise it is the error as text.
+    """
     return full_disk(error, *places) or repr(error)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, including causes in exception groups and from other processes."""
+    """Yield an error and its causes.
+
+    This includes the causes inside exception groups, and causes that were raised in other processes.
+    """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

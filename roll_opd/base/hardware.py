@@ -32,7 +32,10 @@ def gpus() -> int:
 
 
 def devices() -> int:
-    """Return the number of devices of this node: its GPUs or, without GPUs, the slots that share its cores."""
+    """Return the number of devices of this node.
+
+    The devices are the node's GPUs. Without GPUs, they are slots that share the node's cores.
+    """
     return gpus() or min(SLOTS, len(os.sched_getaffinity(0)))
 
 
@@ -52,13 +55,13 @@ def has_nvidia_driver() -> bool:
 
 
 def peak_flops() -> float | None:
-    """Return the peak FLOP/s of dense bf16 products of this machine's first NVIDIA GPU; None if it is not known."""
+    """Return the peak FLOP/s of this machine's first NVIDIA GPU for dense bf16 products; None if it is unknown."""
     names = _queried("name")
     return next((peak for part, peak in PEAK_FLOPS.items() if names and part in names[0]), None)
 
 
 def _gpu_mebibytes() -> list[int]:
-    """Return the memory of each NVIDIA GPU in MiB; empty if nvidia-smi is missing or finds none."""
+    """Return the memory of each NVIDIA GPU in MiB. The list is empty if nvidia-smi is missing or finds no GPU."""
     try:
         return [int(line) for line in _queried("memory.total")]
     except ValueError:
@@ -66,7 +69,10 @@ def _gpu_mebibytes() -> list[int]:
 
 
 def _queried(field: str) -> list[str]:
-    """Return a field of nvidia-smi for each GPU (memory in MiB); empty if nvidia-smi is missing or fails."""
+    """Return the value of an nvidia-smi field for each GPU. Memory is in MiB.
+
+    The result is empty if nvidia-smi is missing or fails.
+    """
     tool = shutil.which("nvidia-smi")
     try:
         return _query(tool, field) if tool else []

@@ -1,7 +1,7 @@
 """Re-execute a launcher with .venv's Python if the current Python does not meet the project's requirements.
 
-This file also runs on unsupported Pythons, so it imports only the standard library and uses the syntax of Python 3.6.
-The requirements are read from pyproject.toml.
+The requirements are read from pyproject.toml. This file must also run on unsupported Python versions, so it imports
+only the standard library and uses the syntax of Python 3.6.
 """
 
 import os
@@ -17,11 +17,12 @@ MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "y
 
 
 def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, module: str = "") -> None:
-    """Re-execute with .venv's Python, or exit with an error, unless this Python meets the requirements.
+    """Check that this Python meets the requirements. Otherwise re-execute with .venv's Python, or exit with an error.
 
-    `needs_packages` selects the packages that must be installed: True means the packages of the project, a tuple has
-    the names of packages, and False means no packages. If Python runs the program with -m, `module` is the program's
-    module.
+    Args:
+        needs_packages: the packages that must be installed. True: the packages of the project; False: no packages; a
+            tuple: the packages with these names.
+        module: the program's module, if Python runs the program with -m.
     """
     lack = lacking(needs_packages)
     if not lack:
@@ -41,7 +42,7 @@ def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, mod
 
 
 def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
-    """Return the first unmet requirement, such as "lacks torch"; "" if this Python meets all requirements."""
+    """Return the first unmet requirement as text, for example "lacks torch". If all requirements are met, return ""."""
     try:
         with open(os.path.join(ROOT, "pyproject.toml")) as file:
             project = file.read()

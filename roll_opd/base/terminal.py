@@ -26,14 +26,14 @@ def echo(text: str, stream: TextIO | None = None) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning on standard error, with the prefix "warning: ". The run's record also collects these lines."""
+    """Print a warning on standard error, after "warning: ". The warning is also collected for the run's record."""
     echo(f"warning: {text}", sys.stderr)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return `text` with long lines wrapped between words, and with continuation lines indented.
+    """Return `text` with long lines wrapped between words. Continuation lines are indented.
 
-    Words longer than a line, such as paths, are not broken, so that a user can copy them.
+    A word that is longer than a line, such as a path, is not broken, so that users can copy it.
     """
     return "\n".join(line if len(line) <= width else _wrapped(line, width) for line in text.splitlines())
 
@@ -48,9 +48,9 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], width: int, indent: int = 2) -> list[str]:
-    """Return the lines of a table; all `rows` have the same number of cells.
+    """Return the lines of a table. All `rows` must have the same number of cells.
 
-    If the table is wider than `width`, the widest columns are narrowed and their cells are wrapped.
+    If the table is wider than `width`, the widest columns are made narrower, and their cells are wrapped.
     """
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = width - indent - len(GAP) * (len(sizes) - 1)

@@ -1,4 +1,7 @@
-"""Find the thoughts in a response: text between `<think>` and `</think>`, or between other models' tags."""
+"""Find the thoughts in a response.
+
+A thought is text between `<think>` and `</think>`, or between the corresponding tags of other models.
+"""
 
 import re
 from collections.abc import Iterator
@@ -11,9 +14,9 @@ _MARK = re.compile(
 def thought_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) positions of each thought, in order. A thought includes its tags.
 
-    Chat templates may write the opening tag. A closing tag without an opening tag therefore ends a thought that started
-    at the end of the previous thought or, if there is none, at the end of the prompt. A thought without a closing tag
-    extends to the end of the text.
+    If a closing tag has no opening tag, the chat template may have written the opening tag. The thought then starts at
+    the end of the previous thought. Without a previous thought, it starts at the beginning of the text. A thought
+    without a closing tag extends to the end of the text.
     """
     start, outside = None, 0
     for mark in _MARK.finditer(text):
@@ -27,7 +30,10 @@ def thought_spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def opens_a_thought(prompt: str) -> bool:
-    """Whether a response to `prompt` starts inside a thought that the chat template has opened."""
+    """Return whether a response to `prompt` starts inside a thought.
+
+    This is the case if the prompt ends with an opening tag, because chat templates may write this tag.
+    """
     last = None
     for mark in _MARK.finditer(prompt):
         last = mark
@@ -37,6 +43,6 @@ def opens_a_thought(prompt: str) -> bool:
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last closing tag. If there is no closing tag, return all of the text."""
+    """Return the text after the last closing tag. If there is no closing tag, return the whole text."""
     ends = [mark.end() for mark in _MARK.finditer(text) if mark["close"] or mark["close_mistral"]]
     return text[ends[-1] :] if ends else text

@@ -1,7 +1,7 @@
 """Find and import the user's modules, in the driver and in its workers.
 
 Modules are searched for in Python's path, then in the current directory, then in the directory of the configuration
-file. The two directories are appended to the path, so that a file next to a configuration never hides an installed
+file. The two directories are appended to the path. A file next to a configuration therefore never hides an installed
 package.
 """
 
@@ -25,14 +25,14 @@ _appended: set[str] = set()  # directories on sys.path because of this module
 
 
 def search_modules_in(*directories: Path) -> None:
-    """Replace the directories of the user's modules, for this process and its workers."""
+    """Set the directories in which the user's modules are searched for, in this process and its workers."""
     _leave(_appended)
     _search([str(directory.resolve()) for directory in directories])
 
 
 @contextmanager
 def same_modules() -> Iterator[None]:
-    """Restore the directories of the user's modules at the end of the `with` block."""
+    """Restore the directories of the user's modules when the `with` block ends."""
     before = _directories()
     try:
         yield
@@ -42,14 +42,14 @@ def same_modules() -> Iterator[None]:
 
 
 def module_variables() -> dict[str, str]:
-    """Return environment variables with which a worker process has the same module path."""
+    """Return the environment variables that give a worker process the same module path."""
     return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
 
 
 def users_module(name: str) -> ModuleType:
     """Import a module that a configuration names.
 
-    If the import fails, the ImportError states the reason and the place.
+    If the import fails, raise an ImportError that states the reason and the place.
     """
     _extend_path(_directories())
     try:
@@ -68,10 +68,12 @@ def users_module(name: str) -> ModuleType:
 
 
 def dotted_path(text: str) -> str:
-    """Convert `path/to/file.py:name` to `file.name` and add its directory to the path; return other texts unchanged.
+    """Convert `path/to/file.py:name` to `file.name`, and add the file's directory to Python's path.
 
-    The file is looked up in the same directories as a data file. Raises PathError if the file is missing, if its name
-    is not a module name, or if another module has the same name.
+    Other texts are returned unchanged. The file is searched for in the same directories as a data file.
+
+    Raises:
+        PathError: if the file is missing, if its name is not a module name, or if another module has the same name.
     """
     found = FILE.fullmatch(text)
     if found is None:
@@ -88,7 +90,10 @@ def dotted_path(text: str) -> str:
 
 
 def origin(name: str) -> str | None:
-    """Return the file of a top-level module. Return "built-in" if the module has no file, and None if it is unknown."""
+    """Return the file of a top-level module.
+
+    If the module has no file, return "built-in". If there is no such module, return None.
+    """
     _extend_path(_directories())
     if module := sys.modules.get(name):
         file = getattr(module, "__file__", None)

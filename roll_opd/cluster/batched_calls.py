@@ -1,4 +1,7 @@
-"""Send fewer messages: batch the calls to another process, and collect the items of an asynchronous stream."""
+"""Send fewer messages between processes.
+
+Calls to another process are batched, and the items of an asynchronous stream are collected in lists.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Hashable
@@ -15,7 +18,7 @@ BURST_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Answers:
-    """Results of some of a call's jobs, in one message from the process that ran the jobs."""
+    """Results of some of the jobs of a call, sent in one message by the process that ran the jobs."""
 
     results: list[tuple[int, Any]]  # (index in the call, result)
     hung: bool  # the process runs code that cannot be stopped, so it should be replaced
@@ -24,10 +27,10 @@ class Answers:
 async def coalesced(
     items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS, chunk: int | None = None
 ) -> AsyncGenerator[list[Item], None]:
-    """Yield the items in order, in lists.
+    """Yield the items in lists, in order.
 
-    A list is yielded when `chunk` items have arrived, and otherwise at most `seconds` after its first item has arrived.
-    An exception of `items` is raised after all earlier items have been yielded.
+    A list is yielded at most `seconds` after its first item has arrived. If `chunk` items arrive earlier, they are
+    yielded immediately. If `items` raises an exception, all earlier items are yielded before the exception is raised.
     """
     arrived: list[Item] = []
     some_arrived, flush = asyncio.Event(), asyncio.Event()
@@ -72,19 +75,23 @@ Call = TypeVar("Call")
 
 
 class BatchedCalls(Generic[Key, Call]):
-    """Running calls, batched by key."""
+    """Calls that are running, in batches of calls with the same key."""
 
     def __init__(self, send: Callable[[Key, list[Call]], AsyncGenerator[list[tuple[int, Any]], None]]) -> None:
-        """`send` yields lists of (index in the batch, result) as the results arrive.
+        """Send each batch with `send`, an asynchronous generator function.
 
-        The generator that `send` returns is closed if all callers cancel.
+        The generator yields lists of (index in the batch, result) as the results arrive. It is closed if all callers
+        cancel.
         """
         self._send = send
         self._pending: dict[Key, list[tuple[Call, asyncio.Future[Any]]]] = {}
         self._followers: set[asyncio.Task[None]] = set()
 
     def ask(self, key: Key, call: Call) -> "asyncio.Future[Any]":
-        """Add a call to the next batch; return a future of its result. The future raises exceptions of `send`."""
+        """Add a call to the next batch; return a future of its result.
+
+        The future raises the exceptions of `send`.
+        """
         loop = asyncio.get_running_loop()
         if key not in self._pending:
             self._pending[key] = []

@@ -1,7 +1,8 @@
-"""Groups of Ray actors with collective calls, and a monitor of their deaths. Roles use groups without importing Ray.
+"""Groups of Ray actors with collective calls, and a thread that detects dead actors.
 
-A call to a dead process fails, but the next call to a teacher may be minutes after the teacher's death. Ray also needs
-a minute to notice a dead GCS. `watched` polls for dead actors and dead Ray processes.
+Roles use groups without importing Ray. A call to a dead process fails. But the next call to a teacher may come minutes
+after the teacher has died, and Ray needs a minute to notice a dead GCS. `watched` therefore polls for dead actors and
+dead Ray processes.
 """
 
 import asyncio
@@ -38,14 +39,18 @@ class ActorGroup:
     """Actors of one role."""
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
-        """`names` are the names of the actors in ProcessDied. Without names, Ray's exceptions are raised instead."""
+        """Create a group. `names` are the names of the actors in messages.
+
+        If an actor dies, ProcessDied is raised with its name. In a group without names, Ray's exception is raised
+        instead.
+        """
         self.actors, self.names = tuple(actors), tuple(names)
         self._hosts: list[str] = []
         if names:
             _GROUPS.add(self)
 
     async def hosts(self) -> list[str]:
-        """Return the Ray node id of each actor (result of its method `host`)."""
+        """Return the Ray node id of each actor, as returned by the actor's method `host`."""
         self._hosts = self._hosts or await self.call("host")
         return self._hosts
 
@@ -54,17 +59,23 @@ class ActorGroup:
         return await self._answer(actor, getattr(self.actors[actor], method).remote(*args, **kwargs), method)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` on every actor with the same arguments; return the results in order.
+        """Call `method` on every actor with the same arguments; return the results in the order of the actors.
 
-        A `Compact` argument is put into the object store once for all actors. The first failure is raised immediately,
-        because other actors may wait for the failed actor in a collective. Raises ProcessDied if an actor has died.
+        A `Compact` argument is put into the object store once for all actors. The first error is raised immediately,
+        because other actors may wait in a collective for the actor that failed.
+
+        Raises:
+            ProcessDied: if an actor has died.
         """
         shared = [_shared(value) for value in args]
         named = {name: _shared(value) for name, value in kwargs.items()}
         return await self._answers([getattr(actor, method).remote(*shared, **named) for actor in self.actors], method)
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield the items of one actor's generator `method`. Leaving the loop (use `aclosing`) cancels the call."""
+        """Call the generator method `method` of one actor; yield its items.
+
+        The call is cancelled when the caller leaves the loop. Use `aclosing` for this.
+        """
         remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
         ended = False
         try:
@@ -78,7 +89,10 @@ class ActorGroup:
                 ray.cancel(remote)
 
     def _waiting(self, actor: int, method: str) -> AbstractContextManager[None]:
-        """Record inside the block that the driver waits for `method` of the actor, if the actor has a name."""
+        """Record that the driver waits for `method` of the actor, while the block runs.
+
+        If the group has no names, nothing is recorded.
+        """
         return WAITS.of("the driver", f"{self.names[actor]} {method}") if self.names and method else nullcontext()
 
     async def _answers(self, called: Sequence[Any], method: str = "") -> list[Any]:
@@ -102,7 +116,7 @@ class ActorGroup:
             raise ProcessDied(self.names[actor], error) from error
 
     def end(self) -> None:
-        """Kill every actor, because a normal exit takes seconds."""
+        """Kill all actors. They get no request to exit, because an exit takes seconds."""
         _GROUPS.discard(self)
         for actor in self.actors:
             ray.kill(actor)
@@ -115,9 +129,10 @@ class WorkerGroup(ActorGroup):
     _data_parallel_ranks: list[int]  # data-parallel rank of each actor
 
     def __init__(self, actor: Any, plan: MegatronPlan, placement: Placement, env: dict[str, str]) -> None:
-        """Start one actor of the Ray actor class `actor` on each device of `plan`.
+        """Start one actor on each device of `plan`. `setup` then connects the actors as a process group.
 
-        `setup` connects the actors as a process group.
+        Args:
+            actor: Ray actor class of the ranks.
         """
         self.plan = plan
         ranks = []
@@ -131,16 +146,19 @@ class WorkerGroup(ActorGroup):
         super().__init__(ranks, where)
 
     async def setup(self, **arguments: Any) -> None:
-        """Run the rendezvous at rank 0, and build the engine on every rank."""
+        """Connect the ranks as a process group, and build the engine on every rank.
+
+        Rank 0 provides the address of the rendezvous.
+        """
         address, port = await self.actors[0].address.remote()
         found = await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
         self._data_parallel_ranks, (self.packing, *_) = map(list, zip(*found, strict=True))
 
     async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
-        """Call `method` on every rank with the shard of its data-parallel rank and with `args`.
+        """Call `method` on every rank; return (data-parallel rank, result) for each rank.
 
-        Each shard is stored as one object. Returns (data-parallel rank, result) for each rank. Failures are raised as
-        in `call`.
+        A rank gets the shard of its data-parallel rank, followed by `args`. Each shard is put into the object store
+        once. Errors are raised as in `call`.
         """
         references = [ray.put(shard) for shard in sharded.shards]
         calls = [
@@ -152,7 +170,7 @@ class WorkerGroup(ActorGroup):
 
 
 class WithoutAdapter:
-    """Ranks of a LoRA student that compute without the adapter, so that they use the student's base model."""
+    """The ranks of a LoRA student with the adapter disabled. They compute with the student's base model."""
 
     def __init__(self, student: WorkerGroup) -> None:
         self._student = student
@@ -181,9 +199,9 @@ FrozenGroup = WorkerGroup | WithoutAdapter
 
 
 async def gathered(group: FrozenGroup, method: str, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call `method` on the ranks, and return its result for each sample, in order.
+    """Call `method` on the ranks; return its result for each sample, in the order of the samples.
 
-    The ranks get the samples unchanged (see `shard_sample`).
+    The samples are sent to the ranks unchanged (see `shard_sample`).
     """
     if not samples:
         return []
@@ -199,9 +217,12 @@ async def gathered_and_held(
     held: Sequence[Mapping[str, TargetRef]] = (),
     **wanted: Any,
 ) -> list[tuple[np.ndarray, TargetRef]]:
-    """Return for each sample its log-probs, f32 [T-P], and a reference to its targets. The targets stay with the ranks.
+    """Return (log-probs, reference to the targets) for each sample.
 
-    `held` has one mapping per sample, with references to stored targets. The ranks read these targets.
+    The log-probs are f32 [T-P]. The targets are not sent to the driver. They stay with the ranks.
+
+    Args:
+        held: references to stored targets that the ranks read, one dict per sample.
     """
     sharded = _sharded(group, samples, held)
     answers = [
@@ -220,7 +241,10 @@ def _sharded(
 
 
 def dead_actor() -> str | None:
-    """Return a message about a dead actor of a running group; None if no actor is dead or Ray does not respond."""
+    """Return a message if an actor of a running group is dead, else None.
+
+    If Ray does not respond, the result is None too.
+    """
     try:
         known = [(actor, name) for group in _GROUPS for actor, name in zip(group.actors, group.names, strict=True)]
         names = {actor._actor_id.hex(): name for actor, name in known}
@@ -233,7 +257,10 @@ def dead_actor() -> str | None:
 
 
 def _is_death(error: ray.exceptions.RayError) -> bool:
-    """Whether the error means that the actor or its engine core (vLLM's EngineDeadError) has died."""
+    """Return whether an error means that an actor or its engine core has died.
+
+    vLLM reports a dead engine core with EngineDeadError.
+    """
     if isinstance(error, ray.exceptions.RayTaskError):  # the actor lives, but may have called a dead actor
         return type(getattr(error, "cause", None)).__name__ == "EngineDeadError"
     return isinstance(error, ray.exceptions.RayActorError)
@@ -248,9 +275,9 @@ POLL_INTERVAL_S = 2.0
 
 @contextmanager
 def watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Run a thread inside the block that polls for dead actors and dead Ray processes.
+    """Poll for dead actors and dead Ray processes, in a thread that runs inside the block.
 
-    When the thread finds the first dead process, it calls `lost` with a message about this process.
+    When the thread finds a dead process, it calls `lost` with a message about this process, and stops.
     """
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(lost, over), name="watch", daemon=True)

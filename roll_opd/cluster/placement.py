@@ -1,9 +1,11 @@
 """Map the device numbers of `device_mapping` to bundles of Ray placement groups.
 
-Device number d is device d % devices_per_node on node d // devices_per_node. Node 0 is the driver's host. The other
-nodes follow in the order of their ranks or, in a joined Ray cluster, of their addresses. Roles that use the same device
-number share the device. On a machine without GPUs, a device is a slot, and a role uses all cores of its node, because
-roles take turns for most of a step.
+Device d is device d % devices_per_node of node d // devices_per_node. Node 0 is the driver's host. The other nodes are
+ordered by rank or, in a Ray cluster that the run has joined, by address. Roles that use the same device number share
+the device.
+
+On a machine without GPUs, a device is a slot. Unless the run is deterministic, a role then uses all cores of its node,
+because roles take turns for most of a step.
 """
 
 import ipaddress
@@ -27,7 +29,7 @@ PLACEMENT_TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Device:
-    """One device: its placement-group bundle, node and address."""
+    """A device: its placement-group bundle, node and address."""
 
     group: PlacementGroup
     bundle: int
@@ -38,7 +40,7 @@ class Device:
 
 
 class Placement:
-    """Reserved devices of a run."""
+    """The reserved devices of a run."""
 
     def __init__(
         self,
@@ -49,11 +51,15 @@ class Placement:
         deterministic: bool = True,
         addresses: Sequence[str] = (),
     ) -> None:
-        """Reserve the devices. They are GPUs if the cluster has GPUs, and slots otherwise.
+        """Reserve the devices: GPUs if the cluster has GPUs, otherwise slots.
 
-        Raises ClusterError if the cluster has too few devices. `addresses` are the run's hosts in order if the run has
-        started Ray on them. With `deterministic`, each process of every role has the threads of one device, because a
-        different number of threads would change the order of sums.
+        Raises ClusterError if the cluster has too few devices.
+
+        Args:
+            addresses: the addresses of the run's hosts, in order of rank. Empty if the run has not started Ray on them.
+            deterministic: every process gets the CPU threads of one device. If false, the processes of a role share all
+                cores of a node without GPUs. The number of threads, and so the order of sums, then depends on the
+                layout.
         """
         self.starting = starting or StartupProgress()
         self._per_node, self._deterministic = devices_per_node, deterministic
@@ -93,21 +99,24 @@ class Placement:
         ]
 
     def where(self, device: int) -> str:
-        """Describe a device by its number. With several hosts, add the address of the device's host."""
+        """Return a device's number as text; with several hosts, also the address of the device's host."""
         several = len({each.address for each in self._devices}) > 1
         return f"device {device}" + (f" of {self._devices[device].address}" if several else "")
 
     def hosts(self) -> dict[str, list[int]]:
-        """Return a mapping from the address of each host to the numbers of its devices, in order."""
+        """Return a map from the address of each host to the numbers of the devices on that host."""
         found: dict[str, list[int]] = {}
         for number, device in enumerate(self._devices):
             found.setdefault(device.address, []).append(number)
         return found
 
     def options(self, devices: tuple[int, ...], role: tuple[int, ...], env: dict[str, str]) -> dict:
-        """Return the Ray options for a process that runs on the first of `devices` and sees all of `devices`.
+        """Return the Ray options of a process.
 
-        `role` lists the devices of the process's role.
+        Args:
+            devices: numbers of the devices that the process sees. The process is placed on the first of them.
+            role: numbers of all devices of the process's role.
+            env: additional environment variables.
         """
         home = self._devices[devices[0]]
         if len({self._devices[number].node for number in devices}) > 1:
@@ -134,9 +143,11 @@ class Placement:
         }
 
     def _threads(self, home: Device, role: tuple[int, ...]) -> int:
-        """Return the number of CPU threads for a process on the device `home`.
+        """Return the number of CPU threads for a process.
 
-        `role` lists the numbers of the devices that the process's role uses.
+        Args:
+            home: the device on which the process is placed.
+            role: numbers of all devices of the process's role.
         """
         shared_by = self._per_node
         if home.gpu is None and not self._deterministic:
@@ -159,15 +170,15 @@ class Placement:
 
 
 def node_of(group: PlacementGroup) -> str:
-    """Return the id of the node that has all bundles of a placed group."""
+    """Return the id of the node on which a placement group is placed."""
     return next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
 
 
 def node_order(address: str, first: str, ranks: Sequence[str]) -> tuple[int, int, str]:
     """Return the sort key of a node.
 
-    The nodes in `ranks` come first, in the order of `ranks`. The driver's host `first` is next, and the other nodes
-    follow in the order of their IP addresses.
+    The nodes in `ranks` come first, in the order of `ranks`. They are followed by the driver's host `first`. All other
+    nodes follow in the order of their IP addresses.
     """
     if address in ranks:
         return ranks.index(address), 0, ""

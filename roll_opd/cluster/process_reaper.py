@@ -1,9 +1,11 @@
-"""Reaper process that kills the descendants of a driver after the driver's end, even if SIGKILL ended the driver.
+"""A process that kills the descendants of a driver after the driver has ended, even if SIGKILL ended the driver.
 
-Ray's processes exit when their driver is killed, but Ray's agents first try for a minute to report the death to a dead
-server. The reaper therefore tracks the driver's descendants, and kills the descendants that still run after the
-driver's end. `inference.process_cleanup` ends an engine core after the death of its parent. Both modules are needed,
-because the engine core may run on a different node from the driver.
+Ray's processes exit when their driver is killed. But Ray's agents first try for a minute to report the driver's death
+to a server that no longer runs. The reaper therefore tracks the descendants of the driver, and kills the descendants
+that still run after the driver's end.
+
+An engine core may run on another node, where the driver's reaper cannot kill it. Therefore `inference.process_cleanup`
+ends an engine core after the death of its parent.
 """
 
 import glob
@@ -33,21 +35,24 @@ REAPER, REAPER_GRACE_S = "roll_opd.cluster.process_reaper", 15.0
 
 
 class Reaper:
-    """Handle of the reaper process in the driver."""
+    """The driver's handle of its reaper process."""
 
     def __init__(self, commands: IO[bytes]) -> None:
         self._commands = commands
 
     def remove_at_the_end(self, directory: Path, within: str = "") -> None:
-        """Register `directory`, or the paths in it that match the glob pattern `within`, for removal at the end."""
+        """Register a directory that the reaper removes at the end.
+
+        If `within` is given, only the paths in `directory` that match this glob pattern are removed.
+        """
         self._send(REMOVE, directory, within)
 
     def cancel_removal(self, directory: Path, within: str = "") -> None:
-        """Cancel an earlier `remove_at_the_end` that had the same arguments."""
+        """Cancel an earlier call of `remove_at_the_end` with the same arguments."""
         self._send(KEEP, directory, within)
 
     def remove_if_empty(self, directory: Path) -> None:
-        """Register `directory`. It is removed at the end if it is empty at that time."""
+        """Register a directory that the reaper removes at the end if the directory is empty at that time."""
         self._send(IF_EMPTY, directory, "")
 
     def _send(self, what: str, directory: Path, within: str) -> None:
@@ -57,7 +62,10 @@ class Reaper:
 
 @contextmanager
 def guarded() -> Iterator[Reaper]:
-    """Run a reaper for this process inside the `with` block."""
+    """Context manager: run a reaper for this process.
+
+    When the block or this process ends, the reaper kills the processes that were started inside the block.
+    """
     driver = psutil.Process()
     preexisting = [str(child.pid) for child in driver.children(recursive=True)]  # not started inside the block
     reaper = subprocess.Popen(
@@ -75,10 +83,13 @@ def guarded() -> Iterator[Reaper]:
 
 
 def watch(driver: int, preexisting: set[int]) -> None:
-    """Wait for the end of standard input, then kill the descendants of `driver` except this process and `preexisting`.
+    """Wait until standard input closes, then kill the processes that the driver has started.
 
-    Each input line has an action and a glob pattern of directories. The actions are: remove the directories afterwards,
-    keep them, or remove them if they are empty.
+    The reaper itself and the processes in `preexisting` are not killed. `preexisting` has the ids of processes that are
+    older than the `with` block of `guarded`.
+
+    Each input line has an action and a glob pattern of directories. There are three actions: remove the directories at
+    the end, cancel an earlier removal, and remove the directories at the end if they are empty.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
@@ -109,7 +120,7 @@ def watch(driver: int, preexisting: set[int]) -> None:
 
 
 def _end(processes: list[psutil.Process], grace: float) -> None:
-    """Kill the `processes` that still run after `grace` seconds, and wait until they have ended."""
+    """Wait up to `grace` seconds for the processes to exit, then kill the processes that still run."""
     deadline = time.monotonic() + grace
     while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(EXIT_POLL_S)
@@ -124,7 +135,7 @@ def _end(processes: list[psutil.Process], grace: float) -> None:
 
 
 def _shared_memory(process: psutil.Process) -> list[str]:
-    """Return the shared-memory files of a vLLM rank on a CPU; they remain if the rank is killed."""
+    """Return the shared-memory files of a vLLM rank on a CPU. They are not removed if the rank is killed."""
     try:
         if not process.name().startswith("VLLM"):
             return []
@@ -134,7 +145,7 @@ def _shared_memory(process: psutil.Process) -> list[str]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether the process runs. A zombie does not count as a running process."""
+    """Return whether a process runs. A zombie does not count as running."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -149,7 +160,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _is_reaper(process: psutil.Process) -> bool:
-    """Whether the process is the reaper of another run, which needs time to finish."""
+    """Return whether a process is the reaper of another run. Such a process needs time to finish."""
     try:
         return REAPER in process.cmdline()
     except psutil.Error:
@@ -157,7 +168,7 @@ def _is_reaper(process: psutil.Process) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a Ray session directory, and the link `session_latest` if it is then dangling."""
+    """Remove a Ray session's directory. Also remove the link `session_latest` if its target is missing."""
     shutil.rmtree(directory, ignore_errors=True)
     latest = directory.parent / "session_latest"
     if latest.is_symlink() and not latest.exists():

@@ -1,7 +1,9 @@
-"""Set environment variables for Ray and torch, and a temporary directory for the processes of a run.
+"""Set the environment variables of Ray and torch, and the temporary directory of a run's processes.
 
-Ray and torch read many variables at import, so this module imports neither. vLLM and killed processes leave sockets and
-rendezvous files in TMPDIR; the directory is removed when the run ends or is killed.
+Ray and torch read many variables when they are imported. Therefore this module imports neither of them.
+
+vLLM and killed processes leave sockets and rendezvous files in TMPDIR. So each run has a separate TMPDIR, which is
+removed when the run ends or is killed.
 """
 
 import os
@@ -44,7 +46,10 @@ TORCH = {
 
 
 def prepare_environment() -> None:
-    """Set variables for a joined cluster (RAY_ADDRESS) or a new cluster; variables that the user has set stay."""
+    """Set the environment variables for a new Ray cluster, or for a joined cluster (RAY_ADDRESS).
+
+    Variables that the user has set are not changed.
+    """
     joins = bool(os.environ.get("RAY_ADDRESS"))
     use_cache_of_compilers(os.environ)
     for name, value in (ALWAYS | TORCH | ({} if joins else OWN_CLUSTER)).items():
@@ -55,9 +60,9 @@ def prepare_environment() -> None:
 
 
 def token_variables() -> dict[str, str]:
-    """Return the variables with which Ray on another host authenticates itself to this process's cluster.
+    """Return the environment variables with which another host authenticates itself to this process's Ray cluster.
 
-    If the environment has no token, Ray reads the token from a file.
+    If RAY_AUTH_TOKEN is not set, the token is read from Ray's token file.
     """
     found = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN") if name in os.environ}
     if "RAY_AUTH_TOKEN" not in found and found.get("RAY_AUTH_MODE") != "disabled":
@@ -68,18 +73,15 @@ def token_variables() -> dict[str, str]:
 
 
 def torch_variables() -> dict[str, str]:
-    """Return the variables in `TORCH` with their values in this process.
-
-    The workers of a joined cluster (RAY_ADDRESS) need these variables.
-    """
+    """Return the names in `TORCH` with their values in this process, for the workers of a joined cluster."""
     return {name: os.environ.get(name, value) for name, value in TORCH.items()}
 
 
 def use_interface_of(address: str) -> None:
     """Make gloo and vLLM use the network interface of `address`, unless the user has set an interface.
 
-    By default, these libraries use the address to which the host name resolves (often 127.0.0.1), or the default route
-    (which may not exist).
+    Otherwise these libraries use the address to which the host name resolves, which is often 127.0.0.1, or the default
+    route, which may not exist.
     """
     os.environ.setdefault("VLLM_HOST_IP", address)
     for name, addresses in psutil.net_if_addrs().items():
@@ -94,7 +96,10 @@ RAY_VARIABLE = "RAY_TMPDIR"  # parent of Ray's session directories, whose paths 
 
 @contextmanager
 def run_temp_directory(reaper: Reaper) -> Iterator[None]:
-    """Set TMPDIR to a new directory for processes that start inside the block; `reaper` removes the directory."""
+    """Context manager: set TMPDIR to a new directory for the processes that start inside the block.
+
+    `reaper` removes the directory after the end of this process.
+    """
     outer = os.environ.get("TMPDIR") or FALLBACK
     if not os.access(outer, os.W_OK | os.X_OK):
         outer = tempfile.gettempdir()

@@ -32,11 +32,13 @@ def ray_cluster(
     starting: StartupProgress | None = None,
     hosts: Hosts | None = None,
 ) -> Iterator[None]:
-    """Run Ray inside the `with` block, on all `hosts` of a multi-host run.
+    """Context manager: run Ray for one run, on all `hosts` if there are several.
 
-    With RAY_ADDRESS, join that cluster. Otherwise start a cluster on this machine; its processes and its session
-    directory are removed when this process ends, even by SIGKILL. In addition to its GPUs, the machine offers
-    `devices_per_node` slots; slots are the devices of machines without GPUs.
+    If RAY_ADDRESS is set, the run joins that cluster. Otherwise a cluster is started on this machine. The processes and
+    the session directory of a started cluster are removed when this process ends, even if SIGKILL ends it.
+
+    A started cluster offers the machine's GPUs and `devices_per_node` slots. Slots are the devices of machines without
+    GPUs.
     """
     starting = starting or StartupProgress()
     prepare_environment()
@@ -83,7 +85,10 @@ def _gcs_address() -> str:
 
 
 def join_node(address: str, here: str, devices_per_node: int) -> Node:
-    """Start a Ray node on this host (address `here`) that joins the cluster at `address`."""
+    """Start a Ray node on this host, which joins the cluster at `address`.
+
+    `here` is the address of this host.
+    """
     offered = _offered(devices_per_node) | _gpus_of_a_host(devices_per_node)
     params = RayParams(gcs_address=address, node_ip_address=here, **offered)
     with lean(shows_logs=DEBUG in os.environ):
@@ -91,7 +96,7 @@ def join_node(address: str, here: str, devices_per_node: int) -> Node:
 
 
 def ended_processes(node: Node) -> str | None:
-    """Return an error message that names ended Ray processes of `node` on this host; None if all processes run."""
+    """Return an error message that lists the ended Ray processes of `node`; None if all processes run."""
     ended = [f"{kind} ({_how(process.returncode)})" for kind, process in node.dead_processes()]
     return f"Ray's {' and '.join(ended)} has ended" if ended else None
 
@@ -101,7 +106,7 @@ def _how(code: int) -> str:
 
 
 def _offered(devices_per_node: int) -> dict[str, Any]:
-    """Return the numbers of CPUs and slots that this machine offers to Ray."""
+    """Return the Ray options for the number of CPUs and slots of this machine."""
     return {
         "num_cpus": max(os.cpu_count() or 1, devices_per_node),
         "resources": {SLOT: float(devices_per_node)},
@@ -109,15 +114,15 @@ def _offered(devices_per_node: int) -> dict[str, Any]:
 
 
 def _gpus_of_a_host(devices_per_node: int) -> dict[str, Any]:
-    """Return Ray's option with the number of GPUs that a host of a multi-host run offers.
+    """Return the Ray option for the number of GPUs of a host in a multi-host run.
 
-    The number is `devices_per_node` if the host has GPUs. Without GPUs, the result is empty.
+    If the host has GPUs, the number is `devices_per_node`. If it has none, the result is empty.
     """
     return {"num_gpus": devices_per_node} if count_gpus() else {}
 
 
 def _init(*args: Any, **options: Any) -> Any:
-    """Start or join Ray; return its context. Raises ClusterError on failure.
+    """Start or join Ray, and return its context. Raises ClusterError on failure.
 
     Ray's SIGTERM handler is not installed, because it would end this process with exit code 15.
     """

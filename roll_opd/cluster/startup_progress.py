@@ -1,4 +1,4 @@
-"""Monitor the start of a run: print the parts that it waits for, apply the timeout, report why a part failed."""
+"""Monitor the start of a run: print what the start waits for, apply the timeout, and report why a part has failed."""
 
 import asyncio
 import math
@@ -20,11 +20,11 @@ MAX_REASON_LINES = 3
 
 
 class ClusterError(RuntimeError):
-    """The cluster is too small, or a part of the run does not start; the message states the remedy."""
+    """The cluster is too small, or a part of the run does not start. The message includes the remedy."""
 
 
 class ProcessDied(ClusterError):
-    """A process of a role has ended; the message names the process, its device and, if known, the cause."""
+    """A process of a role has ended. The message includes the process, its device and, if known, the cause."""
 
     def __init__(self, who: str, error: ray.exceptions.RayError) -> None:
         is_actors = isinstance(error, ray.exceptions.RayActorError)
@@ -38,7 +38,12 @@ class StartupProgress:
     """
 
     def __init__(self, seconds: float = math.inf, say: Callable[[str], None] = print) -> None:
-        """`seconds` is the timeout of one part; `say` prints a line."""
+        """Create the progress of a start.
+
+        Args:
+            seconds: timeout of each part of the start.
+            say: function that prints a line.
+        """
         self.seconds, self._say = seconds, say
         self.logs: Path | None = None  # directory with the logs of Ray's processes on this machine
         self.parts: dict[str, float] = {}  # part -> seconds waited; parts may overlap
@@ -48,7 +53,7 @@ class StartupProgress:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Inside the block, show that the start waits for `what`. At the end, record the duration of the block."""
+        """Context manager: show that the start waits for `what`, and record the duration of the block."""
         entry = object()
         with self._lock:
             self._waiting[entry] = (what, time.monotonic())
@@ -63,7 +68,10 @@ class StartupProgress:
                 self.parts[what] = self.parts.get(what, 0.0) + time.monotonic() - since
 
     async def of(self, what: str, coming: Awaitable[T]) -> T:
-        """Await `coming`, shown as `what`; if it fails or times out, raise a ClusterError with the reason."""
+        """Await `coming` and return its result. While it is awaited, it is shown as `what`.
+
+        Raises ClusterError with the reason if it fails or times out.
+        """
         with self.waiting_for(what):
             try:
                 async with asyncio.timeout(None if math.isinf(self.seconds) else self.seconds):
@@ -76,7 +84,10 @@ class StartupProgress:
                 raise ClusterError(f"{what}: {self.timeout_message()}") from None
 
     def timeout_message(self) -> str:
-        """Return the message for a timeout, with the last exception that a process on this machine has logged."""
+        """Return the message about a timeout.
+
+        It includes the last exception in the logs of the processes on this machine.
+        """
         error = self._last_error("*")
         reason = (
             f"; one of its processes reports: {error}" if error else f"; {DEBUG}=1 shows the output of its processes"
@@ -104,7 +115,10 @@ class StartupProgress:
         return _lines(logged or f"its process has ended: {_detail(error)}")
 
     def _last_error(self, pid: str) -> str | None:
-        """Return the last exception in the newest log of Ray worker `pid` that has one."""
+        """Return the last exception in the logs of the Ray worker `pid`, or None if there is none.
+
+        If several log files have an exception, the newest file is used.
+        """
         if self.logs is None:
             return None
         found = [*self.logs.glob(f"worker-*-{pid}.err"), *self.logs.glob(f"worker-*-{pid}.out")]
@@ -115,12 +129,15 @@ class StartupProgress:
 
 
 def _detail(error: ray.exceptions.RayError) -> str:
-    """Return the reason that Ray reports for the end of a process."""
+    """Return the reason for a process's end from Ray's exception."""
     return exit_detail(str(error))
 
 
 def exit_detail(text: str) -> str:
-    """Return the reason for the end of a process from Ray's message, without the message's list of general causes."""
+    """Return the reason for a process's end from the text of Ray's exception.
+
+    The text also has a list of general causes, which is left out.
+    """
     detail = re.search(r"Worker exit detail: (.*)", text, re.DOTALL)
     return _lines(re.split(r" There are some potential| Some common causes", detail[1] if detail else text)[0])
 

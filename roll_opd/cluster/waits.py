@@ -1,8 +1,7 @@
-"""Open waits of the driver: what waits for what, for how long, and when the run last made progress.
+"""The open waits of the driver: what waits, for what and how long, and when the run last made progress.
 
-A wait is either the wait for a call of a named actor, or a wait between producer, learner, scorer and weight sync. The
-start and the end of a wait count as movements, which means that the run makes progress. `watchdog` reports a run in
-which nothing moves.
+A wait is recorded for every call to a named actor, and when the producer, learner, scorer or weight sync waits for
+another of them. The start and the end of a wait count as progress. `watchdog` reports a run without progress.
 """
 
 import threading
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-PATIENCE_S = 60.0  # seconds without a movement before the open waits are reported
+PATIENCE_S = 60.0  # seconds without progress before the open waits are reported
 CHECKS = 20  # number of checks in this time
 SHOWN = 12  # waits in a report
 
@@ -34,7 +33,7 @@ class Waits:
 
     @contextmanager
     def of(self, who: str, whom: str) -> Iterator[None]:
-        """Record inside the block that `who` waits for `whom`."""
+        """Context manager: record that `who` waits for `whom`."""
         wait = _Wait(who, whom, self._now())
         with self._lock:
             self._open[id(wait)], self._last = wait, wait.began
@@ -46,16 +45,19 @@ class Waits:
                 self._last = self._now()
 
     def moved(self) -> None:
-        """Record a movement that is not the start or end of a wait, such as the arrival of an item of a stream."""
+        """Record progress other than the start or end of a wait, for example the arrival of an item of a stream."""
         self._last = self._now()
 
     def idle_seconds(self) -> float:
-        """Return the seconds since the last movement. Return 0 if no wait is open."""
+        """Return the seconds since the last progress; 0 if there is no open wait."""
         with self._lock:
             return self._now() - self._last if self._open else 0.0
 
     def text(self) -> str:
-        """Describe the open waits, the longest first. Equal waits are combined into one entry with their count."""
+        """Return a description of the open waits, the longest wait first.
+
+        Equal waits are shown as one wait with a count.
+        """
         with self._lock:
             now, found = self._now(), list(self._open.values())
         lines: dict[str, tuple[int, float]] = {}
@@ -84,14 +86,15 @@ def watchdog(
     waits: Waits = WAITS,
     patience: float = PATIENCE_S,
 ) -> Iterator[None]:
-    """While the block runs, check from a separate thread whether the run still moves.
+    """Context manager: a thread checks that the run makes progress.
 
     Args:
-        report: called with the open waits after `patience` seconds without a movement, then at doubling intervals.
-        end: called once with the open waits after `limit` seconds without a movement.
+        report: called with the open waits after `patience` seconds without progress. If there is still no progress, it
+            is called again at intervals that double.
+        end: called once with the open waits after `limit` seconds without progress.
         progress: returns a value that changes while a long call makes progress.
-        is_on: returns whether waits count. They do not count during the start and end of a run, which have separate
-            time limits.
+        is_on: returns whether waits count. Waits do not count during the start and the end of a run, because these have
+            separate time limits.
     """
     done = threading.Event()
     first = min(patience, limit or patience)

@@ -1,7 +1,9 @@
-"""Publish the progress of workers in long calls through Ray's key-value store, and wait for files that ranks write.
+"""Publish the progress of workers, and wait for files that ranks write.
 
-A worker cannot answer during a call, so a long call publishes its progress at intervals for the driver. A short call
-publishes nothing and has no extra cost. `Writing` waits for files that ranks write in the background.
+A worker cannot answer during a call. Therefore a long call publishes its progress at intervals in Ray's key-value
+store, where the driver reads it. A short call publishes nothing.
+
+`Writing` waits for files that ranks write in the background.
 """
 
 import time
@@ -17,7 +19,10 @@ INTERVAL_S = 5.0
 
 
 class MicroBatches:
-    """Callback with the arguments (started, total): publishes how many micro-batches a role's call has started."""
+    """Callback that publishes the progress of a role's call.
+
+    It is called with (number of micro-batches started so far, total number of micro-batches).
+    """
 
     def __init__(self, role: str) -> None:
         self._key = f"{_prefix()}{role}"
@@ -46,10 +51,7 @@ class MicroBatches:
 
 
 def running_calls() -> dict[str, tuple[int, int]]:
-    """Return a mapping from each role to (started, total).
-
-    These are the numbers of micro-batches of the role's current long call in this run.
-    """
+    """Return a map from each role with a long call to (micro-batches started so far, total number of micro-batches)."""
     try:
         keys = [key.decode() for key in _internal_kv_list(_prefix())]
         found = {key.removeprefix(_prefix()): _internal_kv_get(key) for key in keys}
@@ -64,16 +66,16 @@ def _prefix() -> str:
 
 
 class Writing:
-    """The `save` calls that are running in some groups of ranks."""
+    """The files that some groups of ranks write in the background after a call of `save`."""
 
     def __init__(self, groups: Sequence[ActorGroup]) -> None:
         self.groups = tuple(groups)
 
     async def files(self, *, wait: bool) -> list[Path] | None:
-        """Return the paths of all files if the files have been written.
+        """Return the paths of all files after they have been written.
 
-        Otherwise wait for the files if `wait` is set, and return None if not. If a rank has failed, its exception is
-        raised.
+        If files are still being written, wait for them if `wait` is true; otherwise return None. If a rank has failed,
+        its exception is raised.
         """
         found: set[Path] = set()
         for group in self.groups:

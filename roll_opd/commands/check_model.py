@@ -1,6 +1,6 @@
-"""`roll-opd check-model`: compare a model's log-probs with Hugging Face's, and check the export.
+"""`roll-opd check-model`: compare a model's log-probs with Hugging Face's, and check the exported weights.
 
-The log-probs of the training engine and of vLLM are compared.
+The log-probs are computed by the training engine and by vLLM.
 """
 
 import argparse
@@ -34,7 +34,7 @@ TENSOR_RANKS = (1, 2)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the comparison; return 0 if everything agrees, 1 if not, 2 without the model."""
+    """Print the comparisons. Return 0 if all of them agree, 1 if one does not, and 2 if the model cannot be used."""
     try:
         info = read_model(find_model(options.model))
         problems = [*unsupported(info.path), *weight_problems(info), *lost_weights(info)]
@@ -54,7 +54,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sequences(info: ModelInfo, tokens: int | None) -> list[list[int]]:
-    """Return seeded sequences of random tokens; the longest (up to `MAX_LENGTH`) exceeds the attention windows."""
+    """Return sequences of random tokens, with a fixed seed.
+
+    `tokens` is the length of the longest sequence. If it is None, the longest sequence exceeds the model's attention
+    windows, unless this needs more than `MAX_LENGTH` tokens.
+    """
     windows = FAMILIES[info.model_type].pieces(decoder_config(read_json(info.path / "config.json"))).windows
     longest = min(tokens or max(LENGTH, min(max(windows, default=0) + 32, MAX_LENGTH)), info.max_positions - 1)
     generator = np.random.default_rng(0)
@@ -65,7 +69,7 @@ def _sequences(info: ModelInfo, tokens: int | None) -> list[list[int]]:
 def _rows(
     info: ModelInfo, sequences: list[list[int]], directory: Path, *, has_vllm: bool
 ) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether it agrees) for each comparison."""
+    """Yield (text, ok) for each comparison: the result as text, and whether the log-probs or weights agree."""
     wanted = _hugging_face(info.path, "float32", sequences)
     for tp in TENSOR_RANKS:
         ranks = "one tensor rank" if tp == 1 else f"{tp} tensor ranks"
@@ -99,9 +103,9 @@ def _rows(
 
 
 def _hugging_face(path: Path, dtype: str, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return Hugging Face's log-probs of tokens 1 to T-1 of each sequence, f32 [T-1].
+    """Return Hugging Face's log-probs of the tokens 1 to T-1 of each sequence, f32 [T-1].
 
-    The attention is "eager", because other implementations ignore a model's cap on attention scores.
+    The "eager" attention is used, because the other implementations ignore a model's cap on attention scores.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -118,7 +122,7 @@ def _hugging_face(path: Path, dtype: str, sequences: Sequence[Sequence[int]]) ->
 
 
 def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple[str, bool]:
-    """Return the largest difference from Hugging Face's log-probs as text, and whether it is within the bound."""
+    """Return (text, ok): the largest difference from Hugging Face's log-probs, and whether it is within the bound."""
     with np.load(directory / "logprobs.npz") as found:
         differences = [np.abs(found[str(number)] - values) for number, values in enumerate(wanted)]
     largest = float(max(values.max() for values in differences))
@@ -132,10 +136,16 @@ def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple
 def _compared_in_half(
     what: str, directory: Path, wanted: Sequence[np.ndarray], rounded: Sequence[np.ndarray]
 ) -> tuple[str, bool]:
-    """Compare the log-probs in `directory` with `wanted` (Hugging Face's log-probs in f32).
+    """Return (text, ok): the mean difference from Hugging Face's log-probs in f32, and whether it is within the bound.
 
-    The bound of their mean difference is a multiple of the mean difference between `rounded` (Hugging Face's log-probs
-    in bf16) and `wanted`. Return the result as text, and whether the difference is within the bound.
+    The bound is a multiple of the rounding error of bf16, which is measured as the mean difference between `rounded`
+    and `wanted`.
+
+    Args:
+        what: name of the engine.
+        directory: directory with the engine's log-probs.
+        wanted: Hugging Face's log-probs in f32, one array per sequence.
+        rounded: Hugging Face's log-probs in bf16, one array per sequence.
     """
     with np.load(directory / "logprobs.npz") as file:
         found = np.concatenate([file[str(number)] for number in range(len(wanted))])
@@ -149,7 +159,7 @@ def _compared_in_half(
 
 
 def _exported(info: ModelInfo, directory: Path, ranks: str) -> tuple[str, bool]:
-    """Compare exported tensors bit for bit with the model's; return the result as text, and whether they are equal."""
+    """Return (text, ok): how many exported tensors differ from the model's, and whether all are equal bit for bit."""
     import torch
     from safetensors import safe_open
 

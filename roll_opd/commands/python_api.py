@@ -1,10 +1,11 @@
-"""`roll_opd.run`: train from a script or a notebook and return the run's summary.
+"""`roll_opd.run`: train from a script or a notebook, and return the run's summary.
 
-The run is a separate process, as with `roll-opd run`, and its output is printed as it arrives. A run cannot use this
-process, because a run patches torch for Megatron, changes the environment, and starts Ray and an event loop. If the run
-used the process of a notebook, the notebook could not train twice, could not use Ray or an event loop for other work,
-and would be killed together with the run. `multiprocessing` is not used, because it would import the caller's main
-module again, and would therefore execute a script twice.
+The run is a separate process, as with `roll-opd run`. Its output is printed as it arrives. A run cannot share the
+caller's process, because a run patches torch for Megatron, changes the environment, and starts Ray and an event loop. A
+notebook could then train only once, and could not use Ray or an event loop for other work. The notebook would also be
+killed together with the run.
+
+`multiprocessing` is not used, because it would import the caller's main module again, and so execute a script twice.
 """
 
 import codecs
@@ -33,10 +34,11 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 class RunFailed(RuntimeError):
-    """A run has failed; the text is the error that the command line prints.
+    """A run has failed. The message is the error that the command line prints.
 
-    `exit_code` is the exit code of `roll-opd run`, or -n if signal n ended the run. `run_directory` has the logs up to
-    the failure; it is None if nothing was started.
+    Attributes:
+        exit_code: exit code of `roll-opd run`, or -n if signal n ended the run.
+        run_directory: directory with the logs up to the failure. None if nothing was started.
     """
 
     def __init__(self, message: str, exit_code: int, run_directory: Path | None) -> None:
@@ -52,18 +54,23 @@ def run(
     pipeline: str | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
-    """Run a configuration to its end; return the content of `summary.json` together with `run_directory` and `model`.
+    """Run a configuration to its end, and return the run's summary.
 
-    `config` is the path of a YAML file, or the content of such a file as a mapping (`defaults` included). `overrides`
-    is a list as on the command line (`["max_steps=20"]`), or a mapping of dotted keys to values. `pipeline` is distill,
-    rlvr, agentic, sft, dpo, offline_distill or the dotted path of a module. If `pipeline` is None, the configuration
-    decides. Relative paths are looked up in the current directory, then in the directory of the YAML file. `rewards`
-    maps a domain to a reward function, which may be defined in the script or notebook; see `reward_overrides`. In the
-    result, `model` is the model directory of the newest checkpoint, in Hugging Face's format. If there is no
-    checkpoint, `model` is None.
+    The result is the content of `summary.json` with two more keys. `run_directory` is the run's directory. `model` is
+    the model directory of the newest checkpoint, in Hugging Face's format, or None if there is no checkpoint.
 
-    The call blocks until the run has ended, even inside a running event loop. An interrupt (Ctrl-C, the notebook's stop
-    button) ends the run as in a terminal. Raises RunFailed.
+    The call blocks until the run has ended, even inside a running event loop. An interrupt (Ctrl-C, or the notebook's
+    stop button) ends the run as in a terminal. Raises RunFailed.
+
+    Args:
+        config: the path of a YAML file, or the content of such a file as a mapping, which may include `defaults`.
+        overrides: a list as on the command line, for example `["max_steps=20"]`, or a mapping of dotted keys to values.
+        pipeline: distill, rlvr, agentic, sft, dpo, offline_distill, or the dotted path of a module. None: the
+            configuration decides.
+        rewards: a map from each domain to its reward function. The function may be defined in the script or notebook;
+            see `reward_overrides`.
+
+    Relative paths are looked up in the current directory, and then in the directory of the YAML file.
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch:
         announced = Path(scratch, "run_directory")
@@ -87,14 +94,17 @@ def run_command(
     rewards: Mapping[str, Callable[..., Any]],
     scratch: Path,
 ) -> list[str]:
-    """Return the command that starts a run; write the files that it reads into the directory `scratch`."""
+    """Return the command that starts a run. The files that the run reads are written into the directory `scratch`."""
     # -P: do not prepend the current directory; `_search_path` has all directories
     command = [sys.executable, "-P", "-m", "roll_opd", "run", *([pipeline] if pipeline else [])]
     return [*command, *_configuration(config, scratch), *reward_overrides(rewards, scratch), *_overrides(overrides)]
 
 
 def run_environment(announced: Path) -> dict[str, str]:
-    """Return environment variables for a run that ends with this process and writes its directory to `announced`."""
+    """Return the environment variables of a run.
+
+    The run writes the path of its run directory to the file `announced`, and ends if this process ends.
+    """
     return os.environ | {RUN_DIRECTORY_FILE: str(announced), "PYTHONPATH": os.pathsep.join(_search_path())}
 
 
@@ -108,10 +118,10 @@ globals().update(cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_by
 
 
 def reward_overrides(rewards: Mapping[str, Callable[..., Any]], scratch: Path) -> list[str]:
-    """Write reward functions to `scratch`; return the overrides that set them as the rewards of their domains.
+    """Write reward functions to `scratch`, and return the overrides that set them as the rewards of their domains.
 
-    A function is pickled by value, so it may be defined in a script or in a notebook cell.
-    Raises TypeError for a function that cannot be pickled.
+    A function is pickled by value, so it may be defined in a script or in a notebook cell. Raises TypeError for a
+    function that cannot be pickled.
     """
     if not rewards:
         return []
@@ -137,7 +147,7 @@ def reward_overrides(rewards: Mapping[str, Callable[..., Any]], scratch: Path) -
 
 
 def _configuration(config: Config, scratch: Path) -> list[str]:
-    """Return the command-line arguments for `config`; a mapping is written to a file in `scratch`."""
+    """Return the command-line arguments that select `config`. A mapping is first written to a file."""
     if isinstance(config, Mapping):
         import yaml
 
@@ -153,7 +163,7 @@ def _configuration(config: Config, scratch: Path) -> list[str]:
 
 
 def _overrides(overrides: Overrides) -> Iterator[str]:
-    """Yield `overrides` in the syntax of the command line."""
+    """Yield the overrides in the syntax of the command line."""
     if isinstance(overrides, str):
         raise TypeError(f"overrides: {overrides!r} is a text; give a list of overrides, or a mapping of keys to values")
     if isinstance(overrides, Mapping):
@@ -180,7 +190,7 @@ def _hydra_literal(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with its mappings, sequences and paths converted to YAML's types."""
+    """Return a value in which mappings, sequences and paths are converted to types that YAML can write."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -189,9 +199,9 @@ def _plain(value: Any) -> Any:
 
 
 def _search_path() -> list[str]:
-    """Return `sys.path` without the directories of installed packages.
+    """Return the directories of `sys.path` other than those of installed packages.
 
-    A run gets these directories, so that it finds the user's rewards.
+    The run needs these directories to import the user's rewards.
     """
     packages = site.getsitepackages([sys.prefix, sys.base_prefix])
     installed = [*packages, site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib"))]
@@ -200,7 +210,7 @@ def _search_path() -> list[str]:
 
 
 def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a command and print its output; return the exit code and the end of the output."""
+    """Run a command and print its output. Return (exit code, end of the output)."""
     with subprocess.Popen(
         command,
         env=environment,
@@ -223,7 +233,7 @@ def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tup
 
 
 def show(process: subprocess.Popen[bytes]) -> str:
-    """Print the output of a process until the process has ended; return the end of the output."""
+    """Print the output of a process until the process ends. Return the end of the output."""
     assert process.stdout is not None
     output, tail = process.stdout.fileno(), ""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -245,7 +255,7 @@ def show(process: subprocess.Popen[bytes]) -> str:
 
 
 def end_message(code: int, output: str) -> str:
-    """Return the message about the end of a run, taken from the run's output."""
+    """Return the error message of a run that has failed, taken from its output."""
     _, found, message = f"\n{output}".rpartition(f"\n{PREFIX}")
     if found:
         return message.strip()

@@ -1,8 +1,8 @@
-"""The supervisor of a run: start the command in a separate process, and restart the command after a failure.
+"""The supervisor of a run: it starts the command in a separate process, and starts it again after a failure.
 
-Every attempt is a new process with the same command and the checkpoint from which to resume, so that no state (Ray,
-partly transferred weights) of a failed attempt remains. The supervisor notices every end of an attempt, even if SIGKILL
-has ended the attempt.
+Each attempt is a new process with the same command and the checkpoint from which to resume. So no state of a failed
+attempt remains, such as Ray or partly transferred weights. The supervisor also notices that an attempt has ended if
+SIGKILL ended it.
 """
 
 import os
@@ -27,20 +27,21 @@ OF_SIGNALS = {-signal.SIGTERM: TERMINATED, -signal.SIGINT: INTERRUPTED}
 
 
 def is_attempt() -> bool:
-    """Return whether `restarted` started this process."""
+    """Return whether this process was started by `restarted`."""
     return _LEFT is not None
 
 
 def restarts_left() -> int:
-    """Return how many restarts remain after this attempt."""
+    """Return the number of restarts that remain after this attempt."""
     return int(_LEFT or "0")
 
 
 def restarted(restarts: int) -> int:
-    """Run this process's command in a new process, with up to `restarts` restarts; return the last exit code.
+    """Run this process's command in new processes, and return the exit code of the last attempt.
 
-    An attempt resumes from the last checkpoint of the run. If there is no checkpoint, the attempt starts from the
-    beginning. There is no restart after a user error or a requested end (SIGTERM, SIGINT).
+    After a failure, the command is started again, up to `restarts` times. It is not started again after a user error or
+    a requested end (SIGTERM, SIGINT). An attempt resumes from the last checkpoint of the run; if there is none, it
+    starts from the beginning.
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch, guarded() as reaper:
         reaper.remove_at_the_end(Path(scratch))
@@ -63,7 +64,7 @@ _CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.S
 
 
 class _Attempts:
-    """The attempts of one run; forwards signals to the current attempt."""
+    """Starts the attempts of a run, and forwards signals to the current attempt."""
 
     def __init__(self, announced: Path) -> None:
         self._announced, self._outer = announced, os.environ.get(RUN_DIRECTORY_FILE)
@@ -74,7 +75,7 @@ class _Attempts:
             signal.signal(number, self._pass_on)
 
     def run(self, left: int) -> int:
-        """Run the command once, and return its exit code, or -n if signal n ended it.
+        """Run the command once. Return its exit code, or -n if signal n ended it.
 
         `left` is the number of restarts that remain after this attempt.
         """
@@ -92,7 +93,7 @@ class _Attempts:
         return code
 
     def _resumed(self) -> list[str]:
-        """Return the override with which an attempt resumes from the last checkpoint; [] without a checkpoint."""
+        """Return the override that resumes from the last checkpoint; [] if there is no checkpoint."""
         if not self._announced.exists():
             return []
         directory = self._announced.read_text(encoding="utf-8")

@@ -1,9 +1,10 @@
 """`roll-opd run`: plan, check and run a configuration, and return an exit code.
 
 Exit codes: 0 done; 2 invalid input (message on stderr, nothing started); 1 any other failure; 130 interrupted; 143
-ended by SIGTERM. The launchers in `examples/` and `python -m roll_opd.commands.run` use this module as well. If the
-command is launched on several hosts, host 0 runs the driver; the other hosts run workers and exit with the driver's
-exit code.
+ended by SIGTERM.
+
+The launchers in `examples/` and `python -m roll_opd.commands.run` also use this module. If the command is launched on
+several hosts, host 0 runs the driver, and the other hosts run workers. These hosts exit with the driver's exit code.
 """
 
 import argparse
@@ -84,10 +85,14 @@ def main(
     arguments: Sequence[str] | None = None,
     backend: "Backend | None" = None,
 ) -> int:
-    """Run the command line and return the exit code; `pure` and `pipeline` go to `load_plan`.
+    """Run the command line, and return the exit code.
 
-    If both `pure` and `pipeline` are None, the first argument may name the pipeline, as in `roll-opd run`. `backend`
-    provides the processes of the run. If `backend` is None, the run starts its processes itself.
+    Args:
+        description: text for the command's help.
+        pure, pipeline: arguments of `load_plan`. If both are None, the first argument of the command line may name the
+            pipeline, as in `roll-opd run`.
+        arguments: the command line. None: the arguments of this process.
+        backend: provides the processes of the run. None: the run starts its processes itself.
     """
     parser = argparse.ArgumentParser(description=description)
     is_open = pure is None and pipeline is None
@@ -104,7 +109,10 @@ def launch(
     pipeline: str | None = None,
     backend: "Backend | None" = None,
 ) -> int:
-    """Run the configuration that `add_config_arguments` parsed and return the exit code."""
+    """Run the configuration that `parsed` selects, and return the exit code.
+
+    `parsed` has the arguments that `add_config_arguments` adds to a parser.
+    """
     safe_output()
     use_cache_of_compilers(os.environ)
     if RUN_DIRECTORY_FILE in os.environ:  # a run must end if the script or notebook that started it ends
@@ -135,7 +143,7 @@ def _launch(
     host: LaunchedHost | None,
     backend: "Backend | None",
 ) -> int | RunPlan:
-    """Return the exit code. If the command must run in a separate process, return the plan instead."""
+    """Run the configuration and return the exit code. If the run must be a separate process, only return its plan."""
     is_here = host is None or is_attempt()  # a process that only supervises attempts needs no imports
     with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
         try:
@@ -191,14 +199,14 @@ def _terminated(*_: object) -> None:
 
 
 def _for_session(plan: RunPlan) -> RunPlan:
-    """Return the plan of a run that executes the calls of a session; ConfigError if the student does not sample."""
+    """Return the plan of a run that executes a session's calls. Raises ConfigError if the student does not sample."""
     if plan.rollout is None:
         raise ConfigError([f"a session samples from the student, but {plan.pipeline} trains on given answers"])
     return replace(plan, pipeline="roll_opd.pipelines.session", max_restarts=0)
 
 
 def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
-    """Raise `LaunchError` if the number of launched hosts is not `num_nodes`."""
+    """Raise LaunchError if the number of launched hosts differs from `num_nodes`."""
     size = host.size if host else 1
     if os.environ.get("RAY_ADDRESS") or plan.num_nodes == size:
         return
@@ -237,9 +245,14 @@ def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
 def exit_code(
     error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS, *, is_started: bool = True
 ) -> int:
-    """Print why a run ended; return the exit code. `refusals` are errors that the user can correct.
+    """Print why a run has ended, and return the exit code.
 
-    A traceback is printed only if `is_started`; before the start, every error is printed as a sentence.
+    A traceback is printed only if the run has started; before the start, every error is printed as a sentence.
+
+    Args:
+        error: the exception that ended the run.
+        refusals: types of the errors that the user can correct.
+        is_started: whether the run has started.
     """
     if isinstance(error, Terminated):
         return _ended(str(error), TERMINATED)

@@ -1,4 +1,4 @@
-"""`roll-opd score`: check model, layout and rows, and compute log-probs with the Megatron engine under torchrun."""
+"""`roll-opd score`: check the model, layout and rows, and compute log-probs with the Megatron engine under torchrun."""
 
 import argparse
 import json
@@ -44,9 +44,10 @@ ROWS_NAMED = 5  # number of bad rows that get a message each; further rows are o
 
 
 def run(options: argparse.Namespace) -> int:
-    """Score the rows; return 0, 2 for invalid input (nothing started), or 1 if torchrun fails.
+    """Score the rows. Return 0, or 2 for invalid input (nothing started), or 1 if torchrun fails.
 
-    If launched on several hosts, each host runs a part of the ranks; host 0 reads the rows and writes the results.
+    If the command is launched on several hosts, each host runs some of the ranks. Host 0 reads the rows and writes the
+    results.
     """
     try:
         host = launched(os.environ)
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _start(options: argparse.Namespace, host: LaunchedHost | None, settings: dict[str, Any], size: int) -> int:
-    """Start the ranks of this host, or of all launched hosts, and return the exit code."""
+    """Run the ranks on this host, or on all hosts if there are several. Return the exit code."""
     ranks = math.prod(getattr(options, name) for name in SIZES) // size
     command = {
         "ranks": ranks,
@@ -162,7 +163,7 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
 
 
 def _check_teacher_file(options: argparse.Namespace, diagnostics: Diagnostics) -> None:
-    """Check the options for writing a teacher file in parquet."""
+    """Check the options of a teacher file in parquet."""
     is_parquet = options.output.endswith(score_rows.PARQUET)
     for name in ("topk", "vocab_size"):
         if (size := getattr(options, name)) is not None and size < 1:
@@ -200,7 +201,7 @@ def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diag
 
 
 def _check_rows(path: Path, info: ModelInfo, scored: int, diagnostics: Diagnostics) -> None:
-    """Check the rows of the input; log-probs are normalised over the first `scored` token ids."""
+    """Check the rows of the input. `scored` is the number of token ids over which log-probs are normalised."""
     bad = rows = 0
     try:
         with regular_file(path).open(encoding="utf-8") as lines:

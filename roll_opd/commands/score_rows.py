@@ -1,4 +1,7 @@
-"""Input rows of `roll-opd score` (tokens, or answers that are tokenised here), and the arguments of a teacher file."""
+"""The rows that `roll-opd score` reads, and the arguments of the teacher file that it writes.
+
+A row has tokens, or an answer that is tokenised here.
+"""
 
 import argparse
 import json
@@ -16,10 +19,10 @@ PARQUET = ".parquet"
 
 @contextmanager
 def tokenised(options: argparse.Namespace) -> Iterator[Path]:
-    """Yield the path of a file of token rows.
+    """Context manager: yield the path of a file whose rows have tokens.
 
-    The file is the input itself or, if the input has answers to tokenise, a temporary file. Raises DataError for rows
-    that cannot be used.
+    If the input has answers, they are tokenised and written to a temporary file. Otherwise the path is that of the
+    input. Raises DataError for rows that cannot be used.
     """
     source = Path(options.input)
     if has_tokens(source):
@@ -46,9 +49,10 @@ def tokenised(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def has_tokens(path: Path) -> bool:
-    """Return whether the first row of a file has tokens.
+    """Return whether the rows of a file have tokens. Only the first row is read.
 
-    The result is also True if the row cannot be decoded, because the reader of token rows then raises the error.
+    The result is also True if this row cannot be decoded or has no column of an answer. The reader of token rows then
+    raises the error.
     """
     if path.suffix == PARQUET:
         return False
@@ -63,10 +67,7 @@ def has_tokens(path: Path) -> bool:
 
 
 def teacher_file(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the arguments of `TeacherWriter` other than `output`.
-
-    Return None if the output is a JSONL file of log-probs.
-    """
+    """Return the arguments of `TeacherWriter`, except `output`. None if the output is a JSONL file of log-probs."""
     if not options.output.endswith(PARQUET):
         return None
     from roll_opd.data.teacher_writer import digest_of

@@ -1,4 +1,7 @@
-"""`roll-opd serve`: start a vLLM server from which a run on another machine requests log-probs (`teacher.http`)."""
+"""`roll-opd serve`: start a vLLM server that computes a teacher's log-probs.
+
+A run on another machine requests the log-probs from the server (`teacher.http`).
+"""
 
 import argparse
 import os
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replace this process with the server; return 2 for invalid input."""
+    """Replace this process with the server. Return 2 for invalid input."""
     # the argument parser must not need a package
     from roll_opd.models.model_info import ModelFilesError, find_model, read_model
 
@@ -77,7 +80,7 @@ def server_command(options: argparse.Namespace, model: Path, name: str, on_cpu: 
 
 
 def _section(options: argparse.Namespace, name: str) -> str:
-    """Return the `teacher` section of a run that uses this server."""
+    """Return the section `teacher` for the configuration of a run that uses this server."""
     lines = ["teacher:", "  http:", f"    url: http://{options.host}:{options.port}", f"    model_name: {name}"]
     if options.api_key_env:
         lines.append(f"    api_key_env: {options.api_key_env}")

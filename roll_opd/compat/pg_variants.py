@@ -1,4 +1,4 @@
-"""Read ROLL's `pg_variant`, which names the policy loss of a student's role."""
+"""Read ROLL's key `pg_variant`, which names the policy loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Top, Worker
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy loss that the configuration selects: `name` is its name in ROLL, and `key` is the key with this name."""
+    """A policy loss that `pg_variant` selects.
+
+    `name` is the name of the loss in ROLL. `key` is the dotted path of the key `pg_variant`.
+    """
 
     key: str
     name: str
@@ -20,17 +23,17 @@ class Variant:
     def is_of_role(self) -> bool:
         """Whether the key is set in a role.
 
-        ROLL reads the key only in a role, and then computes ratios only per token.
+        ROLL reads the key only in a role. If the key is set, ROLL computes ratios only per token.
         """
         return "." in self.key
 
 
 def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
-    """Return the policy loss that `pg_variant` selects; None if `pg_variant` is not set.
+    """Return the policy loss that `pg_variant` selects; None if the key is not set or has no effect.
 
-    ROLL reads `pg_variant` only in the trained role, and only with an ActorPGWorker as worker_cls. A top-level
-    `pg_variant`, which ROLL treats as a variable of the YAML file, applies if the role sets neither `pg_variant` nor
-    `worker_cls`.
+    ROLL reads `pg_variant` only in the trained role, and only if `worker_cls` of this role is an ActorPGWorker. A
+    `pg_variant` at the top level is only a variable of the YAML file in ROLL. Here it selects the loss if the role sets
+    neither `pg_variant` nor `worker_cls`.
     """
     learner = next((name for name in (PURE_ROLES[0], MIXED_ROLES[0]) if workers.get(name) is not None), "")
     for path, worker in workers.items():
@@ -80,7 +83,7 @@ def _is_known(section: Top | Worker, name: str) -> bool:
 
 
 def _check_class(worker: Worker, trainable: bool) -> None:
-    """Reject a user's worker class, and report ROLL keys without effect."""
+    """Refuse a worker class of the user, and report keys of ROLL that have no effect."""
     if worker.worker_cls is not None and not worker.worker_cls.startswith("roll."):
         worker.diag.unsupported(
             "worker_cls",

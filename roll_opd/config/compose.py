@@ -1,6 +1,6 @@
 """Compose a Hydra configuration from YAML files, `defaults` lists, interpolations and command-line overrides.
 
-The result is a plain dict. It comes with a map from each key to its file and line, for error messages. The directory
+The result is a plain dict. For error messages, there is also a map from each key to its file and line. The directory
 `configs/` is always on Hydra's search path, so every configuration may use the groups in it.
 """
 
@@ -52,10 +52,14 @@ DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A composed configuration: its name, its `values` as plain data, and the place of each dotted key.
+    """A composed configuration.
 
-    `variables` lists the top-level keys to which a value refers by `${name}`. `translation` maps keys of another system
-    (Trinity-RFT) to keys of this configuration.
+    Attributes:
+        name, directory: name of the file without .yaml, and its directory.
+        values: the configuration as plain data.
+        origins: a map from each dotted key to its place, for example "file.yaml:12".
+        variables: the top-level keys to which another value refers by `${name}`.
+        translation: for a configuration of Trinity-RFT, a report of how its keys were translated.
     """
 
     name: str
@@ -67,11 +71,12 @@ class LoadedConfig:
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Compose the configuration file `config_name` in the directory `config_path`.
+    """Compose the configuration file `config_name` in the directory `config_path`. Raises ConfigError.
 
-    `config_name` is written with or without .yaml. The directory is looked up in `config_places`.
-
-    An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
+    Args:
+        config_path: a directory, which is looked up in `config_places`.
+        config_name: name of the file, with or without .yaml.
+        overrides: each is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`.
     """
     try:
         directory, name = find_config(config_path, config_name)
@@ -121,9 +126,9 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
 
 
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
-    """Return the directory and the name of the YAML file, from the first of the `config_places` that has the file.
+    """Return (directory, name) of the YAML file, which is looked up in the `config_places` in order.
 
-    Raises ConfigError if no place has the file, and PathError or OSError if a place cannot be read.
+    Raises ConfigError if the file is in none of these places, and PathError or OSError if a place cannot be read.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     places = config_places(config_path)
@@ -141,11 +146,11 @@ def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
 
 
 def config_places(config_path: str) -> list[Path]:
-    """Return the places where a directory of configurations may be, in search order.
+    """Return the places where a configuration may be, in search order.
 
-    The order is: the current directory, its `examples/`, the directory of the started script (as in ROLL), the
-    repository's `examples/`, the repository. `find_config` continues with the next place if a directory does not have
-    the file.
+    The path is looked up in these directories: the current directory, `examples/` in it, the directory of the started
+    script (as in ROLL), the repository's `examples/`, and the repository. If a place does not have the file,
+    `find_config` continues with the next place.
     """
     given, script = expanded(config_path), Path(sys.argv[0]).resolve()
     scripts = [script.parent] if script.suffix == ".py" and not script.is_relative_to(PACKAGE) else []
@@ -179,13 +184,10 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
 
 
 def _parsed(text: str) -> Override:
-    """Parse an override with Hydra.
+    """Parse an override with Hydra. Raises HydraException if it cannot be parsed.
 
-    A plain value that Hydra's grammar rejects is quoted and parsed again, for example a value with =, @ or non-ASCII
-    letters.
-
-    If Hydra rejects a value of another kind, HydraException is raised: for a list, an object, a function call or a
-    quoted text.
+    Hydra's grammar rejects some plain values, for example a value with =, @ or non-ASCII letters. Such a value is
+    quoted, and parsed again. Lists, objects, function calls and quoted texts are not plain values.
     """
     try:
         return OverridesParser.create().parse_override(text)
@@ -196,15 +198,15 @@ def _parsed(text: str) -> Override:
 
 
 def _quoted(text: str) -> str:
-    """Return an override with its value in quotes; "" if it has no value."""
+    """Return an override with quotes around its value; "" if it has no value."""
     key, equals, value = text.partition("=")
     return f"{key}={QuotedString(value, Quote.double).with_quotes()}" if equals and value else ""
 
 
 def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> frozenset[str]:
-    """Return the groups in the defaults lists; empty if no override uses a group.
+    """Return the groups in the defaults lists; an empty set if no override selects a group.
 
-    The defaults lists are computed only if an override uses a group, because the computation takes time.
+    The defaults lists take time to compute, so they are computed only if an override selects a group.
     """
     if not any(is_group(override, places) for override in overrides):
         return frozenset()
@@ -214,11 +216,12 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
 
 
 class _Loader(ConfigLoaderImpl):
-    """Hydra's loader, except that Hydra's own configuration is not composed.
+    """Hydra's loader, which does not compose Hydra's own configuration.
 
-    That configuration is not used here, and composing it takes most of the time.
+    Hydra's own configuration is not used here, and takes most of the time to compose. It is composed only if an
+    override selects one of its files (`hydra/launcher=basic`) or sets one of its keys, or if the defaults list selects
+    one of its files.
 
-    It is still composed if an override selects one of its files (`hydra/launcher=basic`) or sets one of its keys.
     `defaults` is the defaults list of the composed configuration.
     """
 
@@ -258,7 +261,7 @@ class _Loader(ConfigLoaderImpl):
 
 
 def _check_section_of_hydra(written: Any) -> None:
-    """Raise an OmegaConfBaseException for unknown keys and wrong types in the section `hydra:`."""
+    """Raise OmegaConfBaseException if the section `hydra:` has an unknown key or a value of a wrong type."""
     if (text := str(written)) not in _CHECKED:
         OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)}).merge_with({"hydra": written})
         _CHECKED.add(text)
@@ -268,16 +271,16 @@ _CHECKED: set[str] = set()  # sections found valid; building Hydra's schema take
 
 
 def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:
-    """Whether a file's defaults list has an entry for a group `hydra/...`, with or without `override`."""
+    """Return whether a file's defaults list has an entry for a group `hydra/...`, with or without `override`."""
     entries = (primary.defaults_list or ()) if primary is not None else ()
     named = (getattr(entry, "group", None) or getattr(entry, "path", None) for entry in entries)
     return any(name is not None and HYDRAS.match(name.lstrip("/")) for name in named)
 
 
 def _origins(defaults: Sequence[ResultDefault], places: SearchPath) -> dict[str, str]:
-    """Return the place of each dotted key as "file:line".
+    """Return a map from each dotted key to its place as "file:line".
 
-    If several files of the defaults list have a key, the place is in the last of these files, whose value is used.
+    If several files of the defaults list have a key, the last file sets its value. The place is then in this file.
     """
     origins: dict[str, str] = {}
     for default in defaults:
@@ -309,14 +312,14 @@ def key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
 
 
 def keys_below(key: str, value: Any) -> Iterator[str]:
-    """Yield a dotted key. If its value is a mapping, also yield all dotted keys below it."""
+    """Yield a dotted key and, if its value is a mapping, all dotted keys below it."""
     yield key
     for name, item in value.items() if isinstance(value, dict) else ():
         yield from keys_below(f"{key}.{name}", item)
 
 
 def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
-    """Return plain dicts and lists in which interpolations are replaced by their values.
+    """Return a configuration as plain dicts and lists, with its interpolations replaced by their values.
 
     An interpolation that cannot be resolved is reported to `diag` as a problem.
     """
@@ -350,7 +353,10 @@ def _unresolved(text: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error message of Hydra or OmegaConf as one line, without the dump of the object and the search path."""
+    """Return an error message of Hydra or OmegaConf as one line.
+
+    Hydra's dump of the object and of the search path is left out.
+    """
     if isinstance(error, OSError) and error.strerror:
         return os_sentence(error)
     if type(error) is ValueError:  # raised by Python, e.g. for a number with thousands of digits or an invalid date
@@ -363,7 +369,10 @@ def one_line(error: Exception) -> str:
 
 
 def write_yaml(values: dict[str, Any], left_out: Collection[str] = ()) -> str:
-    """Return composed values as YAML text for the run's `config.yaml`; `left_out` lists the dotted paths to omit."""
+    """Return composed values as YAML text, for the run's `config.yaml`.
+
+    `left_out` lists the dotted paths of keys that are not written.
+    """
     config = OmegaConf.create(values)
     for path in left_out:
         section, _, key = path.rpartition(".")

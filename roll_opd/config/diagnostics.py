@@ -1,8 +1,7 @@
-"""Diagnostics of planning.
+"""The diagnostics of planning: problems, blockers and warnings.
 
-A problem prevents a plan. A blocker prevents a run, but not a plan. A warning does not prevent a plan or a run.
-
-All checks report to one `Diagnostics`, so that a user sees all problems of a configuration together.
+A problem means that there is no plan. A blocker means that there is a plan, but it cannot be run. A warning prevents
+neither. All checks report to the same `Diagnostics`, so a user sees all problems of a configuration together.
 """
 
 import json
@@ -16,12 +15,13 @@ from roll_opd.base.paths import PathError
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """The problems, blockers and warnings that the checks report, and the place of each key in the configuration.
+    """The problems, blockers and warnings that checks have reported, and the place of each key in the configuration.
 
     A place is "file.yaml:12" or "command line".
 
-    `Diagnostics` belong to a section of the configuration (see `below`). The argument `key` of a method is a key of
-    this section, or "" for the section itself. For `Diagnostics` of the whole configuration, `key` is a dotted path.
+    A `Diagnostics` object is for one section of the configuration, or for the whole configuration. `below` returns the
+    object for a section. The argument `key` of its methods is a key of this section, or "" for the section itself. For
+    the whole configuration, `key` is a dotted path.
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Diagnostics:
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":
-        """Return diagnostics for the keys of the section at `path`. They share their lists with this object."""
+        """Return the diagnostics of the section at `path`. Both objects share the same lists of reports."""
         return replace(self, path=self.at(path))
 
     def at(self, key: str) -> str:
@@ -43,16 +43,16 @@ class Diagnostics:
         return f"{self.path}.{key}" if self.path and key else self.path or key
 
     def error(self, key: str, text: str) -> None:
-        """Add a problem about `key`, unless the same problem was added before."""
+        """Add a problem about `key`, unless it has already been added."""
         self._add(self.problems, key, text)
 
     def unsupported(self, key: str, text: str) -> None:
-        """Add a blocker about `key`, unless it was added before. Planning continues, but a run is refused."""
+        """Add a blocker about `key`, unless it has already been added. Planning continues, but a run is refused."""
         self._add(self.blockers, key, text)
 
     @contextmanager
     def catching(self, key: str, kind: type[Exception] = PathError) -> Iterator[None]:
-        """Context manager: report an OSError, a PathError or an error of type `kind` as a problem of `key`."""
+        """Context manager: an OSError, a PathError or an error of type `kind` becomes a problem of `key`."""
         try:
             yield
         except OSError as error:
@@ -61,28 +61,28 @@ class Diagnostics:
             self.error(key, str(error))
 
     def warn(self, key: str, text: str) -> None:
-        """Add a warning about `key` with the key's place, unless it was added before."""
+        """Add a warning about `key`, with the key's place, unless it has already been added."""
         self.add_warning(f"{self.at(key)}: {text}{self.where(key)}")
 
     def note(self, key: str, text: str) -> None:
-        """Add a warning about `key` without the key's place, unless it was added before."""
+        """Add a warning about `key`, without the key's place, unless it has already been added."""
         self.add_warning(f"{self.at(key)}: {text}")
 
     def add_warning(self, text: str) -> None:
-        """Add a warning, unless the same warning was added before."""
+        """Add a warning, unless it has already been added."""
         if shortened(text) not in self.warnings:
             self.warnings.append(shortened(text))
 
     def rename(self, key: str, written: str) -> None:
-        """Record that the configuration has `key` under another name, `written`."""
+        """Record that `key` has the name `written` in the configuration."""
         self.renamed[self.at(key)] = self.at(written)
 
     def unused(self, *keys: str) -> None:
-        """Record keys that are accepted and have no effect."""
+        """Record that keys are accepted but have no effect."""
         self.ignored.update(map(self.at, keys))
 
     def warn_unused(self) -> None:
-        """Insert two warnings before all others: the list of keys without effect, and the list of unknown keys."""
+        """Insert the warnings about keys without effect and about unknown keys, before all other warnings."""
         if self.dropped:
             names = ", ".join(sorted(self.dropped))
             self.warnings.insert(
@@ -94,7 +94,7 @@ class Diagnostics:
             self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")
 
     def is_one_of(self, key: str, value: str, known: Collection[str]) -> bool:
-        """Return whether `value` is one of the `known` names; if it is not, add a problem."""
+        """Return whether `value` is one of the names in `known`. If it is not, add a problem."""
         if value not in known:
             names = [repr(name) for name in known]
             expected = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
@@ -104,8 +104,8 @@ class Diagnostics:
     def where(self, key: str) -> str:
         """Return the place of `key` as " (file.yaml:12)".
 
-        If the place of the key is unknown, return the place of the nearest section around it, or "" if that is also
-        unknown.
+        If the place of the key is not known, return the place of the nearest section that contains the key. If there is
+        none, return "".
         """
         key = self.at(key)
         while key:
@@ -115,7 +115,7 @@ class Diagnostics:
         return ""
 
     def is_override(self, key: str) -> bool:
-        """Return whether `key` was written on the command line."""
+        """Return whether `key` was set on the command line."""
         return self.origins.get(self.at(key)) == "command line"
 
     def _add(self, sentences: list[str], key: str, text: str) -> None:
@@ -130,9 +130,9 @@ def as_yaml(value: object) -> str:
 
 
 def _by_section(keys: Collection[str]) -> str:
-    """Return a short list of keys as text: top-level keys first, then the keys of each section.
+    """Return keys as a short text, with the keys of each section together.
 
-    Sections with the same name in several roles are listed once.
+    Sections that have the same name in several roles are shown once.
     """
     sections: dict[str, set[str]] = {}
     for key in keys:

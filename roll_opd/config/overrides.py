@@ -1,8 +1,8 @@
 """Translate command-line overrides to Hydra's syntax.
 
-In Hydra, `key=value` is valid only if a file has the key, and `+key=value` only if no file has the key. In the same
-way, `group=option` is valid only if a defaults list has the group, and `+group=option` only if no defaults list has the
-group. Here `key=value` and `group=option` are always valid, because the schema checks the keys.
+In Hydra, `key=value` is valid only if a file has the key, and `+key=value` only if no file has it. In the same way,
+`group=option` is valid only if a defaults list has the group, and `+group=option` only if no defaults list has it.
+Here, `key=value` and `group=option` are always valid, because the schema checks the keys.
 """
 
 import json
@@ -35,7 +35,7 @@ PLACES = {
 class SearchPath:
     """The directories in which Hydra looks for the files of a defaults list.
 
-    `argument` is the override that sets these directories.
+    `argument` is the Hydra override that sets these directories.
     """
 
     directories: tuple[Path, ...]
@@ -48,9 +48,10 @@ class SearchPath:
 
 
 def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
-    """Return the search path: the directory of `file`, the user's `hydra.searchpath`, this package's directories.
+    """Return the search path of a configuration file.
 
-    As in Hydra, `hydra.searchpath` on the command line replaces the value in the file.
+    It has three parts: the directory of `file`, the directories in the user's `hydra.searchpath`, and this package's
+    directories. A `hydra.searchpath` on the command line replaces the value in the file, as in Hydra.
     """
     is_named = SEARCH_PATH.rpartition(".")[2] in file.read_text(encoding="utf-8")  # faster than reading YAML
     written: Any = OmegaConf.select(_primary(file), SEARCH_PATH) if is_named else None
@@ -67,7 +68,7 @@ def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
 
 
 def is_group(override: Override, places: SearchPath) -> bool:
-    """Whether an override selects a file of a group instead of setting a key."""
+    """Return whether an override selects a file of a group. Otherwise it sets a key."""
     if override.package is not None:
         return True
     return any(next((place / override.key_or_group).glob("*.yaml"), None) for place in places.directories)
@@ -78,10 +79,14 @@ def hydra_arguments(
 ) -> list[str]:
     """Return the overrides in Hydra's syntax.
 
-    `chosen` lists the groups in the defaults lists, each as `group` or `group@package`.
+    Raises ConfigError for a group that does not exist. Also raises ConfigError for a group of a role's keys if the
+    override does not name the role, because the keys would have no effect.
 
-    Raises ConfigError for a group that does not exist, and for a group whose keys would have no effect because it is
-    not placed in a role.
+    Args:
+        overrides: the parsed overrides.
+        file: the configuration file.
+        places: the search path.
+        chosen: the groups in the defaults lists, each as `group` or `group@package`.
     """
     arguments = [places.argument] if places.argument else []
     problems = []
@@ -106,7 +111,7 @@ def hydra_arguments(
 
 
 def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Collection[str]) -> list[str]:
-    """Return a problem if an override selects a group that configures a part of a role, but does not name the role."""
+    """Return a problem if an override selects a group for a part of a role, but does not name the role."""
     group, option = override.key_or_group, override.value()
     found = next((place for place in places.directories if (place / group / f"{option}.yaml").is_file()), None)
     if override.package is not None or group not in PLACES or found != GROUPS:
@@ -122,9 +127,9 @@ def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Colle
 
 
 def _primary(file: Path) -> DictConfig:
-    """Return the content of a file without the files of its defaults list.
+    """Return the content of a file, without the files of its defaults list.
 
-    If the content is not a mapping, the result is empty; Hydra then rejects the file.
+    If the content is not a mapping, return an empty configuration, because Hydra then rejects the file.
     """
     loaded = OmegaConf.load(file)
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})

@@ -1,8 +1,9 @@
 """The run plan: the parsed and checked configuration of a run.
 
-After planning, code reads only the plan, and never the raw configuration. A plan is immutable and picklable, and does
-not need torch. Fields that a class inherits from `schema` are configuration keys that a user can set. Lengths are in
-tokens. Counts of prompts and sequences are global (over all ranks) unless the name states another unit.
+After planning, code reads only the plan, never the raw configuration. A plan is immutable and picklable, and does not
+need torch. Some fields are inherited from `schema`. These are configuration keys that a user can set.
+
+Lengths are in tokens. Numbers of prompts and sequences are totals over all ranks, unless the name states another unit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ from roll_opd.config.schema import (
 class FilterPlan:
     """A filter of a step's samples.
 
-    A `query_filter` removes whole groups of responses, a `response_filter` removes single responses.
+    A `query_filter` removes all responses of a prompt. A `response_filter` removes single responses.
     """
 
     type: str  # a name of `algorithms.sample_masks.FILTERS`
@@ -54,7 +55,10 @@ class FilterPlan:
 
 @dataclass(frozen=True)
 class RewardTerm:
-    """A weighted term of a domain's reward. `worker` is the name of a built-in reward or a dotted path."""
+    """A weighted term of a domain's reward.
+
+    `worker` is the name of a built-in reward, or a dotted path.
+    """
 
     name: str  # name in metrics and samples
     worker: str
@@ -65,7 +69,7 @@ class RewardTerm:
 
 @dataclass(frozen=True)
 class RewardPlan(RewardKeys):
-    """Reward workers of one domain."""
+    """The reward workers of a domain."""
 
     domain: str
     terms: tuple[RewardTerm, ...]
@@ -78,7 +82,7 @@ class RewardPlan(RewardKeys):
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the reward is a weighted sum; False if the reward has a single term, with weight 1."""
+        """Whether the reward is a weighted sum. It is not if there is a single term with weight 1."""
         return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
 
     def accepts(self, tag: str) -> bool:
@@ -87,9 +91,9 @@ class RewardPlan(RewardKeys):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream of rows: the rows that have one of `tags`, or the rows that are in `files`.
+    """A stream of rows: all rows with one of the `tags`, or all rows in the `files`.
 
-    `weight` is the fraction of all draws that are made from the stream.
+    `weight` is the fraction of draws that are made from this stream.
     """
 
     name: str  # reward domain, tag or file name
@@ -100,7 +104,7 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class DataPlan(RowKeys):
-    """Files of rows, how to read them, and what to do with unusable rows."""
+    """The files of a data set, how to read their rows, and what to do with unusable rows."""
 
     files: tuple[str, ...]
     # maximum tokens of a prompt; for rows with answers, maximum tokens of a prompt plus its longest answer
@@ -119,14 +123,14 @@ class DataPlan(RowKeys):
     environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> fraction of draws, for games
 
     def draws(self, tag: str) -> bool:
-        """Whether rows with the tag `tag` can be drawn."""
+        """Return whether rows with a tag can be drawn."""
         drawn = [stream.tags for stream in self.streams if stream.weight]
         return not drawn or any(tags is None or tag in tags for tags in drawn)
 
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """Validation, by the rewards of answers to held-out prompts or by the loss on held-out rows."""
+    """Validation: rewards of answers to held-out prompts, or the loss on held-out rows."""
 
     data: DataPlan
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
@@ -135,7 +139,10 @@ class ValidationPlan:
 
 @dataclass(frozen=True)
 class TokenFilterPlan:
-    """A filter that masks all tokens except those with low <= measure <= high. A bound of None is no bound."""
+    """A filter that keeps tokens with low <= measure <= high, and masks all other tokens.
+
+    If a bound is None, it does not apply.
+    """
 
     measure: Literal["ratio", "difference"]  # ratio or difference of train and infer probabilities
     level: Level
@@ -145,7 +152,7 @@ class TokenFilterPlan:
 
 @dataclass(frozen=True)
 class CorrectionPlan:
-    """Correction for log-probs that differ between the training and the inference engine.
+    """The correction for the difference between the log-probs of the training engine and of the inference engine.
 
     The formulas are in `algorithms.corrections`.
     """
@@ -160,7 +167,7 @@ class CorrectionPlan:
 
 @dataclass(frozen=True)
 class ObjectivePlan(ObjectiveKeys):
-    """The objective: the values of its keys in the run's mode, and values derived from them."""
+    """The objective: its keys, and the values that are derived from them for the run's mode."""
 
     adv_estimator: str = "on_policy_distill"  # a name of `algorithms.registry.ADVANTAGES`, or a dotted path
     advantage_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
@@ -183,14 +190,14 @@ class ObjectivePlan(ObjectiveKeys):
 
 @dataclass(frozen=True)
 class CheckpointPlan(CheckpointKeys):
-    """Settings of checkpoints: how often to write them, how many to keep, and which checkpoint to resume from."""
+    """How often checkpoints are written, how many are kept, and from which checkpoint a run resumes."""
 
     resume: bool | str = False  # True: the newest checkpoint of this experiment; a path: that run or checkpoint
 
 
 @dataclass(frozen=True)
 class DemonstrationPlan:
-    """Demonstrations: prompts with given answers, mixed into each update together with the student's samples."""
+    """Demonstrations: prompts with given answers. They are added to the student's samples in each update."""
 
     data: DataPlan
     rows_per_update: int
@@ -205,7 +212,7 @@ class DemonstrationPlan:
 class AuxiliaryPlan:
     """A model that workflows call and that is not trained.
 
-    The model runs in engines of the run (`engine`), or on a server (`base_url`).
+    The model runs in an engine of the run (`engine`) or on a server (`base_url`).
     """
 
     name: str
@@ -227,8 +234,8 @@ class WorkflowPlan(WorkflowKeys):
 class RunPlan(RunKeys, RolloutKeys):
     """The plan of a run.
 
-    `rollout_batch_size` is a number of prompts or, without a rollout, of rows with answers. If `eval_steps` is 0, there
-    is no validation.
+    `rollout_batch_size` is the number of prompts per step. Without a rollout, it is the number of rows with answers. If
+    `eval_steps` is 0, there is no validation.
     """
 
     mode: str  # pure, mixed or rl; for a supervised pipeline its name
@@ -267,7 +274,7 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def kind(self) -> str:
-        """Kind of the run: agentic, workflow, or the name of its pipeline."""
+        """The kind of the run: agentic, workflow, or the name of the pipeline."""
         if self.pipeline != Top.pipeline:
             return self.pipeline
         return "agentic" if self.is_agentic else "workflow" if self.workflow else self.pipeline
@@ -279,25 +286,25 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def rewards_are_monitored(self) -> bool:
-        """Whether rewards have no effect on training: they are logged, and used in validation."""
+        """Whether rewards are only logged and used in validation, and have no effect on training."""
         return self.mode == "pure"
 
     @property
     def update_reads_rewards(self) -> bool:
-        """Whether an update needs the rewards of its samples, for advantages or for sample masks."""
+        """Whether an update needs the rewards of its samples. Advantages and sample masks can depend on them."""
         return not self.rewards_are_monitored or self.objective.difficulty_mask or self.objective.error_max_len_clip
 
     @property
     def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
-        """The teachers with a term in the advantage.
+        """The teachers that contribute to the advantage.
 
-        The tuple is empty if `opd_objective` is `topk` or `full`, because the teachers' term is then in the loss.
+        If `opd_objective` is `topk` or `full`, there are none, because the teachers then contribute to the loss.
         """
         return self.teachers if self.objective.opd_objective == "sampled" else ()
 
     @property
     def answers_per_prompt(self) -> int:
-        """Number of sequences per prompt: the number of sampled responses, or the number of answers in a row."""
+        """Number of sequences per prompt: the sampled responses, or the answers in a row."""
         if self.rollout:
             return self.rollout.sampling.n
         return 2 if self.objective.paired else 1
@@ -307,23 +314,24 @@ class RunPlan(RunKeys, RolloutKeys):
         return self.rollout_batch_size * self.answers_per_prompt
 
     def roles(self) -> dict[str, "MegatronPlan | RolloutPlan"]:
-        """Return every role by name, the student and its engines first."""
+        """Return a map from the name of each role to the role. The student and its engines come first."""
         first = {role.name: role for role in (self.student, self.rollout) if role}
         return {**first, **self.megatron_roles(), **self.inference_roles()}
 
     def serving(self, role: MegatronPlan) -> MegatronPlan:
-        """Return the role whose processes compute the log-probs of the frozen `role`; often `role` itself.
+        """Return the role whose processes compute the log-probs of a frozen role. In most cases, it is the same role.
 
-        Teachers with the same weights, devices and layout are loaded once, under the name of the first teacher. A role
-        that has the initial weights of a LoRA student and is on the student's devices is not loaded: the student
-        computes its log-probs with the adapter switched off.
+        Teachers with the same weights, devices and layout are loaded once, under the name of the first teacher.
+
+        A LoRA student can also compute the log-probs, with its adapter switched off. This is possible if the frozen
+        role has the initial weights of the student and uses only devices of the student.
         """
         if self.is_base(role):
             return self.student
         return next((other for other in self.frozen_roles() if replace(other, name=role.name) == role), role)
 
     def is_base(self, role: MegatronPlan) -> bool:
-        """Whether a LoRA student computes the log-probs of a frozen role, with the adapter switched off."""
+        """Return whether a LoRA student computes the log-probs of a frozen role, with its adapter switched off."""
         student = self.student
         same = role.model == student.model and role.vocab_size == student.vocab_size
         at_hand = set(role.devices) <= set(student.devices) and not isinstance(role, TrainPlan | FollowingPlan)
@@ -334,12 +342,15 @@ class RunPlan(RunKeys, RolloutKeys):
         return [role for role in (*(teacher.role for teacher in self.teachers), self.reference) if role]
 
     def megatron_roles(self) -> dict[str, MegatronPlan]:
-        """Return every Megatron role by name, the student first."""
+        """Return a map from the name of each Megatron role to the role. The student comes first."""
         roles = (self.student, *(teacher.role for teacher in self.teachers), self.critic, self.reference)
         return {role.name: role for role in roles if role}
 
     def inference_roles(self) -> dict[str, RolloutPlan]:
-        """Return every inference role by name: the student's rollout, judges, and auxiliary models with engines."""
+        """Return a map from the name of each inference role to the role.
+
+        The inference roles are the student's rollout, the judges, and the auxiliary models with engines.
+        """
         auxiliary = self.workflow.auxiliary_models if self.workflow else ()
         roles = (self.rollout, *(reward.engine for reward in self.rewards), *(model.engine for model in auxiliary))
         return {role.name: role for role in roles if role}

@@ -1,6 +1,6 @@
-"""Plans of roles: model, devices, layout, limits, and options of the engine.
+"""The plans of roles: model, devices, layout, limits and engine options.
 
-`plan.py` exports these types as well.
+`plan.py` also exports these types.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from roll_opd.config.schema import (
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a Megatron role on its devices."""
+    """The parallel layout of a Megatron role."""
 
     tp: int = 1
     pp: int = 1
@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def expert_tp(self) -> int:
-        """Number of ranks among which an expert is split."""
+        """Number of ranks that share one expert."""
         return self.etp or self.tp
 
     @property
@@ -54,7 +54,7 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """LoRA: each linear layer in `targets` gets two trained low-rank matrices; all other weights are frozen."""
+    """LoRA: each linear layer in `targets` gets two low-rank matrices. Only these matrices are trained."""
 
     targets: tuple[str, ...]  # Hugging Face's names, such as q_proj
     rank: int
@@ -64,7 +64,7 @@ class LoraPlan:
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """Limits of a packed micro-batch on a data-parallel rank; None: no limit."""
+    """Limits of a packed micro-batch on a data-parallel rank. None means no limit."""
 
     sequences: int | None = None
     tokens: int | None = None
@@ -72,7 +72,7 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True)
 class MegatronPlan:
-    """A Megatron role: weights, devices, layout and limits of micro-batches."""
+    """A Megatron role: its model, devices, layout and limits of micro-batches."""
 
     name: str
     model: ModelPlan
@@ -85,13 +85,13 @@ class MegatronPlan:
 
     @property
     def location(self) -> str:
-        """Directory of the model."""
+        """The directory of the model."""
         return self.model.path
 
 
 @dataclass(frozen=True)
 class OptimizerPlan(OptimizerKeys):
-    """AdamW, its learning-rate schedule and gradient clipping. A step is an optimizer update."""
+    """AdamW, the learning-rate schedule and gradient clipping. A step is one optimizer update."""
 
     max_grad_norm: float = 1.0
     lr_scheduler_type: Schedule = "constant"
@@ -125,20 +125,21 @@ class CriticPlan(TrainPlan, CriticKeys):
 
 @dataclass(frozen=True)
 class FollowingPlan(MegatronPlan, FollowKeys):
-    """A teacher with an exponential moving average of the student's weights, updated every `update_interval` steps.
+    """A teacher whose weights are an exponential moving average of the student's weights.
 
-    Teachers with the same weights, devices and layout are loaded only once (see `RunPlan.serving`).
+    The average is updated every `update_interval` steps. Teachers with the same weights, devices and layout are loaded
+    once; see `RunPlan.serving`.
     """
 
     @property
     def is_live(self) -> bool:
-        """Whether the teacher's weights are the weights that the student had before the step."""
+        """Whether the teacher has exactly the weights of the student before the step."""
         return self.update_interval == 1 and not self.ema_decay
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPlan(ContextKeys):
-    """The teacher's context, which replaces the student's prompt."""
+    """The context that a teacher gets instead of the student's prompt."""
 
     name: str  # name of the teacher
     key: str  # section of the teacher
@@ -148,7 +149,7 @@ class ContextPlan(ContextKeys):
 
 
 class ExternalPlan:
-    """A source of a teacher's log-probs outside the run's Megatron processes, such as a server or files."""
+    """A source of a teacher's log-probs outside the run's Megatron processes, for example a server or files."""
 
     name: str  # dotted key of the teacher's section
 
@@ -161,7 +162,7 @@ class ExternalPlan:
     def shown(self) -> dict[str, Any]:
         """The teacher's row in the output of `roll-opd plan`.
 
-        Its fields are `strategy` (the kind of source), `model` and the settings of the source.
+        It has the fields `strategy` (the kind of source), `model`, and the settings of the source.
         """
         raise NotImplementedError(f"{type(self).__name__} has no property `shown`; write it")
 
@@ -176,7 +177,7 @@ class HttpPlan(HttpKeys, ExternalPlan):
 
     @property
     def location(self) -> str:
-        """Addresses of the server."""
+        """The addresses of the server."""
         return ", ".join(self.url)
 
     @property
@@ -186,7 +187,7 @@ class HttpPlan(HttpKeys, ExternalPlan):
 
 @dataclass(frozen=True)
 class FilePlan(ExternalPlan):
-    """A teacher whose scores of given answers are in parquet files; see `data.teacher_formats`."""
+    """A teacher whose scores of given answers are stored in parquet files; see `data.teacher_formats`."""
 
     name: str
     files: tuple[str, ...]
@@ -232,14 +233,14 @@ class TeacherPlan:
 
     @property
     def following(self) -> FollowingPlan | None:
-        """The teacher's Megatron role if the teacher's weights follow the student's weights; otherwise None."""
+        """The teacher's Megatron role if its weights follow the student's weights, otherwise None."""
         return self.source if isinstance(self.source, FollowingPlan) else None
 
     @property
     def model(self) -> ModelPlan | None:
-        """The teacher's model, with which vLLM can sample the teacher's answers.
+        """The teacher's model; None if the source is not a Megatron role.
 
-        None if the source of the log-probs is not a Megatron role.
+        vLLM can use this model to sample answers of the teacher.
         """
         return self.role.model if self.role else None
 
@@ -248,7 +249,7 @@ class TeacherPlan:
 class SamplingPlan(SamplingKeys):
     """Sampling settings.
 
-    `n` is the number of responses per prompt. A `top_k` of -1 means that all tokens can be sampled.
+    `n` is the number of responses per prompt. If `top_k` is -1, all tokens can be sampled.
     """
 
     n: int = 1
@@ -260,7 +261,7 @@ class SamplingPlan(SamplingKeys):
 class RolloutPlan:
     """An inference role: the student's rollout, a judge or an auxiliary model.
 
-    The role has `engines` vLLM engines with `tp` devices each.
+    The role has a number of vLLM engines (`engines`). Each engine uses `tp` devices.
     """
 
     name: str
@@ -280,5 +281,5 @@ class RolloutPlan:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the role's devices, in which the number of engines is the data-parallel size."""
+        """The layout of the role's devices. Its data-parallel size is the number of engines."""
         return Layout(tp=self.tp, dp=self.engines)

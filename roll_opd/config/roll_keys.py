@@ -1,6 +1,6 @@
-"""ROLL's keys: keys that have no effect here, keys that are refused, and ROLL's names for keys of this package.
+"""ROLL's keys: keys without effect here, keys that are refused, and ROLL's names for keys of this package.
 
-Keys in `IGNORED_*` are accepted, and one warning lists them. docs/coming-from-roll.md has a table of all ROLL keys.
+Keys in `IGNORED_*` are accepted, and listed in one warning. docs/coming-from-roll.md has a table of all ROLL keys.
 """
 
 import re
@@ -203,9 +203,9 @@ PURE_FIXED: dict[str, tuple[object, ...]] = {
 
 
 def report_ignored(key: str, value: Any, diag: Diagnostics) -> None:
-    """Report a key of ROLL that has no effect here.
+    """Report that a key of ROLL has no effect here.
 
-    Nothing is reported if the value is null, or if it would have no effect in ROLL either.
+    Nothing is reported if the value is null, or if the value has no effect in ROLL either.
     """
     if value in (None, "None"):
         return
@@ -219,7 +219,10 @@ def report_ignored(key: str, value: Any, diag: Diagnostics) -> None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a value unchanged, except for a section: return its `mode`, or None if the section has `enable: false`."""
+    """Return the `mode` of a section, or None if the section has `enable: false`.
+
+    A value that is not a section is returned unchanged.
+    """
     if isinstance(value, dict):
         return value.get("mode") if value.get("enable", True) else None
     return value

@@ -1,7 +1,7 @@
-"""Limit the size of YAML files before Hydra reads them, and the time for composing them.
+"""Limit the size of YAML files before Hydra reads them, and limit the time to compose them.
 
-A file of a few bytes can expand to billions of values, if its aliases have aliases in them or its references refer to
-other references. Hydra expands all these values.
+A file of a few bytes can expand to billions of values. This happens if aliases refer to values with aliases, or
+references to values with references. Hydra would expand all these values.
 """
 
 import os
@@ -38,7 +38,7 @@ _PARSED: dict[Hashable, bytes] = {}  # pickled, as unpickling is five times as f
 
 
 class BoundedFiles(FileConfigSource):
-    """A source of files for Hydra that calls `check_file` before each read."""
+    """A Hydra `ConfigSource` that calls `check_file` before it reads a file."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration. Raises ConfigError if `check_file` rejects the file."""
@@ -51,7 +51,7 @@ class BoundedFiles(FileConfigSource):
 
 
 class HydrasOwnFiles(ImportlibResourcesConfigSource):
-    """A Hydra `ConfigSource` that parses each file of Hydra's package once."""
+    """A Hydra `ConfigSource` for the files of Hydra's package. Each file is parsed only once."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration."""
@@ -61,7 +61,7 @@ class HydrasOwnFiles(ImportlibResourcesConfigSource):
 def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], ConfigResult], path: str) -> ConfigResult:
     """Return a copy of a file's configuration.
 
-    Composing reads a file three times, but the file is parsed only once.
+    Hydra reads a file three times to compose a configuration. Here it is parsed only once.
     """
     key = (file, source.provider, path)
     if key not in _PARSED:
@@ -72,7 +72,7 @@ def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], Con
 
 
 def use_bounded_files() -> None:
-    """Register `BoundedFiles` and `HydrasOwnFiles` as Hydra's sources."""
+    """Register `BoundedFiles` and `HydrasOwnFiles` as the sources from which Hydra reads files."""
     from hydra._internal.sources_registry import SourcesRegistry
 
     Plugins.instance()  # registers Hydra's own sources first; Hydra refuses to register them after ours
@@ -80,7 +80,7 @@ def use_bounded_files() -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise ConfigError with the line number if `path` is not a YAML file within the limits."""
+    """Check that `path` is a YAML file within the limits. Raises ConfigError with the line number otherwise."""
     try:
         size = regular_file(path).stat().st_size
         if size > MAX_BYTES:
@@ -111,7 +111,7 @@ def check_file(path: Path) -> None:
 
 
 def _check_nodes(path: Path, text: str) -> None:
-    """Raise ConfigError if a file has too many values, too many nested sections, or an alias inside its own anchor."""
+    """Raise ConfigError if a file has too many values or nested sections, or an alias inside its own anchor."""
     sizes: dict[str, int] = {}  # anchor -> number of values in an alias of this anchor
     within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and number of values of each open collection
 
@@ -151,7 +151,7 @@ def _check_nodes(path: Path, text: str) -> None:
 
 
 def yaml_message(error: yaml.YAMLError, path: Path) -> str:
-    """Return a YAML error as a sentence that names the line."""
+    """Return the message of a YAML error as a sentence with the line number."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     where = f", line {mark.line + 1}" if mark else ""
     what = getattr(error, "problem", None) or getattr(error, "context", None) or " ".join(str(error).split())
@@ -159,7 +159,7 @@ def yaml_message(error: yaml.YAMLError, path: Path) -> str:
 
 
 def value_problem(value: Any) -> str | None:
-    """Return the reason for which a key or value cannot be used in any part of a run; None if it can be used."""
+    """Return why a key or value cannot be used in a run; None if it can be used."""
     if isinstance(value, str) and (found := re.search("[\0\ud800-\udfff]", value)):
         kind = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
         return f"{value!r} has {kind} in it; remove this character"
@@ -171,10 +171,10 @@ def value_problem(value: Any) -> str | None:
 
 
 class _TooMuchWork(BaseException):
-    """Composing takes too long.
+    """Composing the configuration takes too long.
 
-    The base class is not `Exception`, because OmegaConf catches an `Exception` and reports that a single reference
-    failed.
+    This class is not an `Exception`, because OmegaConf catches each `Exception` and reports it as a reference that
+    cannot be resolved.
     """
 
 
@@ -182,9 +182,10 @@ class _TooMuchWork(BaseException):
 def bounded_work() -> Iterator[None]:
     """Context manager: raise ConfigError if composing takes more than `MAX_SECONDS` of CPU time.
 
-    References that refer to other references can expand to as many values as aliases. The number of these values is not
-    computed in advance, because Hydra's syntax has too many forms. The timer works only in the main thread, so that
-    other threads have no limit.
+    References to values with references can expand to as many values as aliases can. Their number is not computed in
+    advance, because Hydra's syntax has too many forms.
+
+    The timer works only in the main thread. Other threads have no time limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,9 +1,11 @@
-"""Parse supervised rows into a prompt and its answers.
+"""Parse supervised rows: a prompt and its answers.
 
-A row of schema sft has one answer. A row of schema dpo has two answers, chosen and rejected.
+A row of the schema sft has one answer. A row of the schema dpo has two answers, chosen and rejected.
 
-Three forms of rows are supported: conversations; TRL's columns (prompt and completion, or prompt, chosen and rejected);
-the columns instruction and output of ROLL and Alpaca.
+Three forms of rows are supported:
+    conversations;
+    TRL's columns: prompt and completion, or prompt, chosen and rejected;
+    the columns instruction and output, as in ROLL and Alpaca.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +56,7 @@ Question = tuple[Message, ...] | str | None  # a conversation, a text, or no que
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a supervised row, and the function that separates its prompt from its answers."""
+    """The columns of a supervised row, and the function that splits the row into a prompt and its answers."""
 
     columns: tuple[str, ...]  # in addition to the columns of every row
     # (row, question that may end with an answer, column names) -> (prompt, answers)
@@ -63,10 +65,10 @@ class Schema:
 
 
 def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
-    """Parse a decoded value into a row with the answers that `plan.schema` requires. Raises `BadRow`.
+    """Parse a decoded row, including the answers that `plan.schema` requires. Raises `BadRow`.
 
-    `plan.columns` maps the column names that `parse_row` and the schema use to the names in the file. As in ROLL, the
-    columns `input` and `system` are used only if the configuration names them.
+    `plan.columns` maps names of columns in this package to their names in the file. As in ROLL, the columns `input` and
+    `system` are read only if the configuration names them.
     """
     try:
         return _parsed(value, fallback_id, plan)
@@ -102,10 +104,7 @@ def _parsed(value: Any, fallback_id: str, plan: DataPlan) -> Row:
 
 
 def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns of the question that are ignored although they are not empty.
-
-    They are ignored because no configuration key names them.
-    """
+    """Return the columns of the question that are not empty but ignored, because no configuration key names them."""
     if _is_instruction(value, columns):
         names: tuple[str, ...] = tuple(name for name in (*_ADDED, HISTORY) if name not in columns)
     else:
@@ -115,16 +114,16 @@ def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str
 
 
 def _is_instruction(value: dict[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether the question is in the column `instruction`.
+    """Return whether the question is in the column `instruction`.
 
-    If the row also has the column `messages`, `instruction` is used only if a configuration key names it.
+    If the row also has the column `messages`, `instruction` is read only if a configuration key names it.
     """
     named = columns.get("instruction", "messages") != "messages"
     return "instruction" in value and (named or "messages" not in value)
 
 
 def _question(value: dict[str, Any], columns: Mapping[str, str]) -> Question:
-    """Return the question of a row. If the last turn of `messages` is an answer, it is included."""
+    """Return the question of a row. If the last turn of `messages` is an answer, the question includes it."""
     if _is_instruction(value, columns):
         parts = [_text(value, "instruction")]
         if "input" in columns and value.get("input"):
@@ -163,8 +162,8 @@ def _one_answer(
 def _up_to_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return a conversation up to and including the turn on which the model is trained.
 
-    This is the last turn. If the last turn has loss weight 0, it is the last earlier turn of the assistant that has
-    loss weight 1.
+    In most cases this is the last turn. If the last turn has loss weight 0, it is the last earlier turn of the
+    assistant that has loss weight 1. If there is no such turn, the conversation is returned unchanged.
     """
     mark = loss_mark(messages[-1])
     if mark is None or mark[1]:
@@ -192,12 +191,13 @@ def _two_answers(
 
 
 def _prompt(question: Question, before: tuple[Message, ...], name: str) -> Question:
-    """Return the prompt of a row.
+    """Return the prompt of a row: its question, followed by the messages before its answer.
 
-    The prompt is made of the row's `question` and of `before`, the messages before the answer in column `name`.
-
-    `before` may repeat the whole question or only its end. It may also continue the question with tool calls and
-    results of tools.
+    Args:
+        question: the question of the row.
+        before: the messages before the answer in the column `name`. They may repeat the question or its end, or
+            continue it with tool calls and results of tools.
+        name: the column of the answer.
     """
     if not before or question is None:
         return before or question
@@ -228,10 +228,10 @@ SCHEMAS = {
 
 
 def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Message]:
-    """Return the messages before the answer in column `name`, and the answer as a message.
+    """Return (messages before the answer, answer) from the column `name`.
 
-    If the column has a text or a single message, it is the answer. If it has several messages, the last message is the
-    answer, and the other messages belong to the prompt.
+    If the column has a text or a single message, this is the answer. If it has several messages, the last message is
+    the answer, and the other messages belong to the prompt.
     """
     item = value[name]
     if isinstance(item, str):

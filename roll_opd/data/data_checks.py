@@ -1,7 +1,8 @@
 """Checks of data sets before a run: tags, ground truths, and overlap between validation and training rows.
 
-Every tag needs a teacher and a reward, and every row needs the ground truth that its reward reads. Legend: V is the
-number of validation rows, L the number of training rows.
+Every tag needs a teacher and a reward. Every row needs a ground truth if its reward reads it.
+
+Legend: V validation rows, L training rows.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TagRows:
-    """Facts about the prompts with one tag: their missing ground truths, and the names in their column `domain`."""
+    """The prompts with one tag: how many have no ground truth, and which names are in their column `domain`."""
 
     unanswered: int  # prompts without a ground_truth
     examples: tuple[str, ...]  # `file:line` of the first few of these prompts
@@ -39,13 +40,19 @@ def check_coverage(
 ) -> None:
     """Check that every tag has a teacher and a reward, and that every row has the ground truth that it needs.
 
-    All faults are listed in one `DataError`.
+    Raises a `DataError` that lists all faults.
 
-    `training` and `validation` map each tag of the data set to its `TagRows`. `needing_truth` names the reward workers
-    that need a ground truth. The domain of a row follows from its tag. A row whose column `domain` names another reward
-    is refused, because ROLL would send the row to that reward. In pure distillation, training prompts need no reward,
-    because rewards are only logged. If the workflow scores its samples and no reward is configured, no prompt needs a
-    reward.
+    In pure distillation, training prompts need no reward, because rewards are only logged. No prompt needs a reward if
+    the workflow scores its samples and no reward is configured.
+
+    The tag of a row selects the reward. If the row's column `domain` names another reward, the row is refused, because
+    ROLL would use that reward.
+
+    Args:
+        mode: mode of the run, for example pure.
+        training, validation: tag -> `TagRows` of the data set.
+        needing_truth: the reward workers that need a ground truth.
+        scored_by_workflow: whether the workflow scores its samples.
     """
     wrong = []
     if teachers:
@@ -66,11 +73,13 @@ def check_coverage(
 
 
 def unused_warnings(named: Mapping[str, Collection[str] | None], tags: Collection[str]) -> list[str]:
-    """Return a warning for each entry of `named` (name -> tags) with tags that are all missing from `tags`.
+    """Return a warning for each template, teacher or reward whose tags are not in the data set.
 
-    Tags of None stand for all tags.
+    This is not an error, because a data set may have only some of the configured tags.
 
-    An unused entry is not an error, because a data set may have only some of the configured tags.
+    Args:
+        named: name of the template, teacher or reward -> its tags. None: all tags.
+        tags: the tags of the data set.
     """
     known = ", ".join(map(repr, tags))
     return [
@@ -118,7 +127,7 @@ def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardP
 
 
 def overlap_warning(validation: "PromptSet", learned: "Sequence[PromptSet]") -> str | None:
-    """Return a warning with the number of validation prompts that are also training prompts; None if there are 0."""
+    """Return a warning with the number of validation prompts that are also training prompts; None if there are none."""
     held_out = validation.prompt_hashes(np.arange(len(validation)))  # [V]
     numbers = [prompts.drawn() for prompts in learned]
     trained = [prompts.prompt_hashes(drawn) for prompts, drawn in zip(learned, numbers, strict=True)]  # [L] each

@@ -1,4 +1,7 @@
-"""The report of a pass over prompt files: number of usable rows, and of bad rows by kind and file, with examples."""
+"""The report of a pass over prompt files.
+
+It has the number of usable rows, and the number of bad rows by kind and file, with examples.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +22,7 @@ NOT_LEARNED = "excluded from the loss"  # not an error
 
 @dataclass
 class FileReport:
-    """Counts of one file, updated during the pass: rows, prompts, and bad rows of each kind."""
+    """The counts of one file: rows, prompts, and bad rows by kind. They are updated during the pass."""
 
     path: str
     rows: int = 0
@@ -31,7 +34,7 @@ class FileReport:
     unread: Counter = field(default_factory=Counter)
 
     def add_bad(self, kind: str, line: int, detail: str = "") -> None:
-        """Count a bad row; store its position if it is among the first of its kind."""
+        """Count a bad row. If it is one of the first of its kind, also store its position."""
         self.bad_counts[kind] += 1
         if self.bad_counts[kind] <= EXAMPLES_PER_KIND:
             named = f"{self.path}:{line}" + (f" ({detail})" if detail else "")
@@ -43,7 +46,7 @@ class FileReport:
         return self.bad_counts.total()
 
     def describe_bad(self) -> str:
-        """Return the bad rows as text, one line per kind."""
+        """Return a text about the bad rows, with one line per kind."""
         lines = [f"  {self.path}: {self.bad} of {self.rows} rows"]
         for kind, count in self.bad_counts.items():
             more = ", ..." if count > EXAMPLES_PER_KIND else ""
@@ -66,7 +69,7 @@ class DataReport:
 
     @property
     def rows(self) -> int:
-        """Number of rows; blank lines do not count."""
+        """Number of rows, without blank lines."""
         return sum(file.rows for file in self.files)
 
     @property
@@ -76,16 +79,16 @@ class DataReport:
 
     @property
     def bad_counts(self) -> Counter:
-        """Number of bad rows by kind, over all files."""
+        """Number of bad rows of each kind, over all files."""
         return sum((file.bad_counts for file in self.files), Counter())
 
     @property
     def bad(self) -> int:
-        """Number of bad rows of all kinds, in all files."""
+        """Number of bad rows, over all kinds and files."""
         return sum(file.bad for file in self.files)
 
     def describe_bad(self) -> str:
-        """Return the bad rows as text, file by file; empty if there are none."""
+        """Return a text about the bad rows of each file; "" if there are none."""
         wrong = [file for file in self.files if file.bad]
         lines = [file.describe_bad() for file in wrong[:FILES_NAMED]]
         if len(wrong) > FILES_NAMED:
@@ -94,7 +97,7 @@ class DataReport:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return the report as text: a summary line, then a line for each kind of problem."""
+        """Return the report as text: first a summary line, then a line for each kind of problem."""
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines = [f"{self.prompts} prompts from {self.rows} rows of {files}; the longest row has {self.longest} tokens"]
         if self.streams:

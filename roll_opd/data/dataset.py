@@ -1,7 +1,7 @@
 """Prompt data sets on disk.
 
-One pass checks and indexes all rows; a row is read and tokenised when it is drawn. Only the index is in memory, so a
-data set may be much larger than the memory.
+All rows are checked and indexed in one pass. A row is read and tokenised again when it is drawn. Only the index is kept
+in memory, so a data set may be much larger than the memory.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ DEFAULT_STREAM = StreamPlan("all", 1.0)  # name of the only stream, if no stream
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenised row. The prompts that are drawn from one row in different epochs are equal."""
+    """A tokenised row. If a row is drawn in several epochs, the resulting prompts are equal."""
 
     id: str
     index: int  # position among the prompts of the data set
@@ -58,7 +58,7 @@ class Prompt:
 
 
 class PromptSet:
-    """An indexed data set of prompts on disk, numbered from 0. `open_prompts` creates it."""
+    """An indexed data set of prompts on disk, which are numbered from 0. It is created by `open_prompts`."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class PromptSet:
         return len(self._index.positions)
 
     def read(self, numbers: Sequence[int]) -> list[Prompt]:
-        """Read the rows with these numbers; return their prompts in the same order, with `extra`.
+        """Read the rows with the given numbers, and return their prompts in the same order.
 
-        Raises `DataError` if a file is missing or a row has changed since the data set was opened.
+        Raises `DataError` if a file is missing, or if a row has changed since the data set was opened.
         """
         wanted = np.unique(np.asarray(numbers, dtype=np.int64))
         file_of = np.searchsorted(self._index.starts, wanted, side="right") - 1
@@ -106,11 +106,11 @@ class PromptSet:
         return [prompts[number] for number in numbers]
 
     def all(self) -> list[Prompt]:
-        """Return every prompt, in order. Use it for data sets that fit in memory, such as validation sets."""
+        """Return all prompts in order. This is meant for small data sets, such as validation sets."""
         return self.read(range(len(self)))
 
     def members(self, stream: StreamPlan) -> np.ndarray:
-        """Return the numbers of the prompts in `stream`, int64, ascending."""
+        """Return the numbers of the prompts in a stream, int64, ascending."""
         inside = np.ones(len(self), dtype=bool)
         if stream.tags is not None:
             codes = [code for code, tag in enumerate(self._index.tag_names) if tag in stream.tags]
@@ -122,24 +122,24 @@ class PromptSet:
         return np.flatnonzero(inside)
 
     def drawn(self) -> np.ndarray:
-        """Return the numbers of the prompts in any stream with a positive weight, int64, ascending."""
+        """Return the numbers of all prompts that can be drawn, int64, ascending.
+
+        These are the prompts in the streams with a positive weight.
+        """
         members = [self.members(stream) for stream in self.streams if stream.weight > 0]
         return np.unique(np.concatenate([np.empty(0, np.int64), *members]))
 
     def prompt_hashes(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the hash of each prompt in `numbers`, uint64."""
+        """Return the hashes of the prompts with the given numbers, uint64."""
         return self._index.prompt_hashes[numbers]
 
     def tags(self, numbers: np.ndarray) -> dict[str, int]:
-        """Return a map: tag -> number of prompts among `numbers`."""
+        """Return the number of prompts with each tag among the given prompts, as a map: tag -> number."""
         counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
     def by_tag(self) -> dict[str, TagRows]:
-        """Return a map from each tag that is drawn to its `TagRows`, ordered by the first prompt of each tag.
-
-        A `TagRows` has the prompts without a ground truth, and the domains that rows name.
-        """
+        """Return a map from each tag that can be drawn to its `TagRows`, in the order of the tags' first prompts."""
         found = {}
         for code, tag in enumerate(self._index.tag_names):
             if not self._plan.draws(tag):
@@ -150,9 +150,9 @@ class PromptSet:
         return found
 
     def fingerprint(self) -> list[dict[str, str | int]]:
-        """Return the name, number of prompts and digest of each file.
+        """Return the name, the number of prompts and the digest of each file.
 
-        A digest covers the ids that the rows give, the tags, the ground truths and the tokens.
+        A digest covers tags, ground truths, tokens, and the ids that are written in rows.
         """
         counts = np.diff(self._index.starts).tolist()
         return [
@@ -187,7 +187,7 @@ class PromptSet:
         return f"{identity}@{self._labels[self._file_of(number)]}:{self._index.lines[number]}"
 
     def where(self, number: int) -> str:
-        """Return the place of a prompt as `file:line`."""
+        """Return the place of a prompt as "file:line"."""
         return f"{self._files[self._file_of(number)].path}:{self._index.lines[number]}"
 
     def _file_of(self, number: int) -> int:
@@ -201,11 +201,13 @@ class PromptSet:
 
 
 def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[PromptSet, DataReport]:
-    """Check and index the rows of `plan.files` (at most `plan.limit`) in one pass; return prompts and a report.
+    """Return (prompts, report) after one pass that checks and indexes the rows of `plan.files`.
 
-    `plan.on_long_prompt` sets whether rows with more than `plan.prompt_length` tokens are dropped or refused;
-    `plan.on_bad_row` sets the same for other unusable rows. Raises `DataError` if a row is refused, a file is missing,
-    a template is unknown or missing, no row is usable, or a stream with a positive weight has no prompt.
+    Only the first `plan.limit` rows are used. `plan.on_long_prompt` sets whether a row with more than
+    `plan.prompt_length` tokens is dropped or refused. `plan.on_bad_row` sets this for all other unusable rows.
+
+    Raises `DataError` in these cases: a row is refused, a file is missing, a template is unknown or missing, no row is
+    usable, or a stream with a positive weight has no prompt.
     """
     for template in (plan.template, *plan.tag_templates.values()):
         if template not in TEMPLATES:
@@ -230,7 +232,7 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
 
 
 def short_names(files: Sequence[str]) -> list[str]:
-    """Return the shortest unique path suffix of each file in `files`, or full paths if a file occurs twice."""
+    """Return the shortest unique path suffix of each file; full paths if a file occurs twice."""
     parts = [Path(file).parts for file in files]
     for count in range(1, max(map(len, parts), default=1)):
         names = ["/".join(part[-count:]) for part in parts]
@@ -250,7 +252,7 @@ def _existing_files(plan: DataPlan) -> list[RowFile]:
 
 
 def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
-    """Return a map: tag -> number of prompts that are in no stream."""
+    """Return the number of prompts that are in no stream, as a map: tag -> number."""
     if not streams:
         return {}
     undrawn = np.ones(len(prompts), dtype=bool)
@@ -260,7 +262,7 @@ def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
 
 
 def check_report(report: DataReport, plan: DataPlan) -> None:
-    """Raise `DataError` if there are rows that `plan` refuses, or no usable rows."""
+    """Raise `DataError` if there are rows that `plan` refuses, if no row is usable, or if a drawn stream is empty."""
     remedies = []
     counts = report.bad_counts
     too_long = counts[TOO_LONG] + counts[WHOLE_TOO_LONG] + counts[TEACHER_TOO_LONG]
@@ -305,9 +307,10 @@ _LEFT_OUT = {
 
 
 def columns_needed(plan: DataPlan) -> frozenset[str] | None:
-    """Return the columns that `plan` needs for tokens, ids, tags and ground truths, or None if it needs all columns.
+    """Return the columns that are read for tokens, ids, tags and ground truths; None if all columns are needed.
 
-    Other columns do not change the prompt. A workflow may read any column of its task, so a workflow needs all columns.
+    The other columns do not change the prompt. A workflow needs all columns, because it may read any column of its
+    task.
     """
     if plan.schema == "task":
         return None
@@ -318,7 +321,7 @@ def columns_needed(plan: DataPlan) -> frozenset[str] | None:
 
 
 def unread_warnings(files: Sequence[FileReport], schema: str) -> tuple[str, ...]:
-    """Return a warning for each ignored column or key, with the number of rows, the remedy and the file names."""
+    """Return a warning for each column or key that is ignored. It has the number of rows, a remedy and the file."""
     counts = sum((file.unread for file in files), Counter())
     warnings = []
     for name, count in counts.items():

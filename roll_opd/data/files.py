@@ -1,9 +1,12 @@
-"""Row files on disk (JSONL, JSON array, Parquet): find files by name, scan all rows, read single rows by position.
+"""Row files on disk (JSONL, JSON array, Parquet): find files, scan all rows, and read single rows by position.
 
-Each row has a `line` for error messages: the line number in a JSONL file, or the row number in a Parquet file or an
-array. Both are counted from 1. Each row also has a `position` for seeking: the offset of its first byte in a text file,
-or its row number in a Parquet file. `first_tags` and `count_rows` read a data set quickly, before the pass over all
-rows.
+A row has a `line` for error messages. This is the line number in a JSONL file, or the row number in an array or a
+Parquet file; both start at 1.
+
+A row also has a `position` for seeking. This is the offset of its first byte in a text file, or its row number in a
+Parquet file.
+
+`first_tags` and `count_rows` read a data set quickly, before the pass over all rows.
 """
 
 import glob
@@ -31,7 +34,7 @@ MAX_LINE = 2**26  # maximum bytes of a line; a file with longer lines is not JSO
 
 
 class RowFile(Protocol):
-    """A file of rows; a row that cannot be decoded is returned as a `BadRow`."""
+    """A file of rows. A row that cannot be decoded is returned as a `BadRow`."""
 
     path: Path
 
@@ -39,23 +42,22 @@ class RowFile(Protocol):
         """Yield (line, position, value) of every non-blank row, in order."""
 
     def read(self, positions: Sequence[int]) -> list[Any]:
-        """Return the values at `positions`, which must be in ascending order."""
+        """Return the values at the given positions, which must be in ascending order."""
 
     def column(self, name: str) -> Iterator[Any]:
-        """Yield the value in column `name` of every decodable row; None for a missing value."""
+        """Yield the value in the column `name` of each row that can be decoded; None if the row has no such value."""
 
     def count(self) -> int:
-        """Return the number of non-blank rows, including bad rows."""
+        """Return the number of rows that are not blank. Bad rows are counted too."""
 
     def bytes_before(self, position: int) -> int:
-        """Return the approximate number of bytes before a row, for progress bars."""
+        """Return the approximate number of bytes before a row. It is used for progress bars."""
 
 
 def find_files(name: str, dataset_dir: str | None) -> list[Path]:
-    """Return the files for an entry of `file_name` (a file, a directory or a pattern).
+    """Return the files of an entry of `file_name`. An entry is a file, a directory or a pattern.
 
-    An entry is first looked up unchanged, and then below `dataset_dir`. Raises `DataError` if there is no
-    readable file.
+    The entry is looked up as written, and then below `dataset_dir`. Raises `DataError` if there is no readable file.
     """
     try:
         return _found(name, dataset_dir)
@@ -89,7 +91,10 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """Return the files that match the first of `candidates` (patterns with *, ? or [ ]) that has a match."""
+    """Return the files that match a pattern with *, ? or [ ].
+
+    The pattern is tried in each place of `candidates`, until a place has a match.
+    """
     for place in candidates(pattern):
         files = [Path(match) for match in glob.glob(str(place), recursive=True)]
         if files := sorted(file.resolve() for file in files if file.is_file()):
@@ -98,10 +103,9 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def open_file(name: str, columns: Collection[str] | None = None) -> RowFile:
-    """Open a row file as Parquet, as one JSON array or else as JSONL.
+    """Open a row file: Parquet, a JSON array, or else JSONL. Raises `DataError` for other formats.
 
-    A pass over a Parquet file reads only `columns`, or all columns if `columns` is None. Raises `DataError` for other
-    file types.
+    A pass over a Parquet file reads only the given `columns`. If `columns` is None, it reads all columns.
     """
     path = Path(name)
     if message := refusal(path):
@@ -149,10 +153,14 @@ class JsonlFile:
 
 
 class ParquetFile:
-    """`RowFile` over a Parquet file. Reading a row decodes its row group up to the row, so small groups are faster."""
+    """`RowFile` over a Parquet file.
+
+    To read a row, its row group is decoded from the start to the row. Reading is therefore faster with small row
+    groups.
+    """
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
-        """A pass over the file reads only `columns`, since other columns, such as test cases, may be large."""
+        """Open the file. A pass over the file reads only `columns`, because other columns may be large."""
         import pyarrow as pa
 
         self.path = path
@@ -236,9 +244,9 @@ ROWS_SCANNED = 50_000  # number of rows over all files; enough to detect a wrong
 
 
 def first_tags(data: DataPlan) -> tuple[set[str], bool]:
-    """Return the tags of the first rows of each file, and whether the files have no other rows.
+    """Return (tags, complete): the tags of the first rows of each file, and whether the files have no other rows.
 
-    Unreadable rows and files are skipped here; the pass over all rows before a run reports them.
+    Rows and files that cannot be read are skipped. They are reported by the pass over all rows before a run.
     """
     tags: set[str] = set()
     complete = True
@@ -254,16 +262,16 @@ def first_tags(data: DataPlan) -> tuple[set[str], bool]:
 
 
 def _version(name: str) -> tuple[int, ...]:
-    """Return numbers that change with a file's content or permissions. Raises OSError for a missing file."""
+    """Return numbers that change if a file's content or permissions change. Raises OSError if the file is missing."""
     stat = os.stat(name)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @lru_cache(maxsize=64)  # cached, as several checks of the planner read the same file
 def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) -> tuple[frozenset[str], bool]:
-    """Return the tags of a file's first `share` rows, and whether the file has no other rows.
+    """Return (tags, complete): the tags of a file's first `share` rows, and whether the file has no other rows.
 
-    The result is cached for each version of the file.
+    The result is cached for each `version` of the file.
     """
     tags: set[str] = set()
     try:
@@ -277,11 +285,20 @@ def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) 
 
 
 def count_rows(data: DataPlan) -> int:
-    """Return the number of rows, including bad rows, up to `limit`. Raises `DataError` for a broken Parquet file."""
+    """Return the number of rows, but at most `limit`. Bad rows are counted too.
+
+    Raises `DataError` for a Parquet file that cannot be read.
+    """
     total = sum(open_file(name).count() for name in data.files)
     return total if data.limit is None else min(total, data.limit)
 
 
 def whole_steps(epochs: float, found: int, rows: int) -> int:
-    """Return the number of complete steps, each of `rows` rows, in `epochs` passes over `found` rows."""
+    """Return the number of complete steps in a number of epochs.
+
+    Args:
+        epochs: number of passes over the data.
+        found: number of rows in the data.
+        rows: number of rows in a step.
+    """
     return math.floor(epochs * found) // rows

@@ -1,7 +1,9 @@
-"""Detect the format of a row file from its first bytes, since file names are unreliable, and read JSON arrays.
+"""Detect the format of a row file from its first bytes, and read JSON arrays.
 
-An array is decoded element by element, so an array may be larger than the memory. The `line` of a row is its number in
-the array, counted from 1. The `position` of a row is the offset of its first byte.
+File names are not a reliable sign of the format.
+
+The elements of an array are decoded one by one, so an array may be larger than the memory. The `line` of a row is its
+number in the array, starting at 1. The `position` of a row is the offset of its first byte.
 """
 
 import codecs
@@ -32,12 +34,12 @@ SEPARATORS = {".csv": ",", ".tsv": "\\t"}
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file has Parquet's first bytes or file extension."""
+    """Return whether a file starts with Parquet's first bytes or has the suffix .parquet."""
     return path.suffix == ".parquet" or _head(path, len(PARQUET)) == PARQUET
 
 
 def is_array(path: Path) -> bool:
-    """Whether a text file is a single JSON array of rows, a format that `datasets` also reads."""
+    """Return whether a text file is a single JSON array of rows. `datasets` also reads this format."""
     with path.open("rb") as file:
         head = file.read(len(BOM))
         file.seek(len(BOM) if head == BOM else 0)
@@ -57,7 +59,7 @@ def is_array(path: Path) -> bool:
 
 
 def refusal(path: Path) -> str | None:
-    """Return an error message with a remedy if the format of the file is not supported, else None."""
+    """Return an error message with a remedy if a file's format is not supported; None if it is supported."""
     if not path.is_file() or is_parquet(path):
         return None
     read = "rows are read from JSONL (one object per line), a JSON array or Parquet"
@@ -76,7 +78,7 @@ def refusal(path: Path) -> str | None:
 
 
 def _is_spread(head: bytes) -> bool:
-    """Whether a text begins with a JSON object that spans several lines."""
+    """Return whether a text begins with a JSON object that spans several lines."""
     text = head.decode("utf-8-sig", errors="replace").lstrip()
     if not text.startswith("{"):
         return False
@@ -157,7 +159,7 @@ class JsonArrayFile:
 
 
 class _Window:
-    """The decoded part of a file. `position` is the byte offset in the file of the next character."""
+    """The decoded part of a file. `position` is the byte offset of the next character in the file."""
 
     def __init__(self, file: BinaryIO, position: int) -> None:
         file.seek(position)
@@ -195,13 +197,13 @@ class _Window:
         return value
 
     def take(self, characters: int) -> None:
-        """Advance by `characters`."""
+        """Skip a number of characters."""
         taken = self._text[self._next : self._next + characters]
         self.position += len(taken.encode("utf-8", "surrogateescape"))
         self._next += characters
 
     def _more(self, size: int) -> bool:
-        """Read and decode `size` more bytes; return False at the end of the file."""
+        """Read and decode `size` more bytes. Return False at the end of the file."""
         if self._ended:
             return False
         raw = self._file.read(size)

@@ -21,7 +21,7 @@ ANSWER_MARK = "####"
 
 
 def final_answer(answer: str) -> str:
-    """Return the number after the last "####", without thousands commas; raises `DataError` if there is none."""
+    """Return the number after the last "####", without commas. Raises `DataError` if there is none."""
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark or not tail.strip():
         raise DataError(f"the answer does not end in {ANSWER_MARK!r} and a number: {answer[-60:]!r}")
@@ -29,10 +29,10 @@ def final_answer(answer: str) -> str:
 
 
 def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str = "") -> Iterator[dict[str, str]]:
-    """Yield one row for each example, in order, with ids `gsm8k-<split>-<n>` from 0.
+    """Yield a row for each example, in order. The ids are `gsm8k-<split>-<n>`, with n from 0.
 
-    `instruction` is added to every question on a separate line. Raises `DataError`, with the example's number, if an
-    example has other columns.
+    `instruction` is added to every question, on a separate line. Raises `DataError` with the number of the example if
+    the example has other columns.
     """
     for number, example in enumerate(examples):
         try:
@@ -52,7 +52,7 @@ def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str 
 
 
 def read_jsonl(path: str) -> Iterator[Any]:
-    """Yield the objects in a JSONL file; raises `DataError`, with the line number, for a line that is not JSON."""
+    """Yield the objects in a JSONL file. Raises `DataError` with the line number if a line is not JSON."""
     for number, _, value in open_file(path).scan():
         if isinstance(value, BadRow):
             raise DataError(f"{path}:{number} is not JSON: {value.detail}")
@@ -60,7 +60,7 @@ def read_jsonl(path: str) -> Iterator[Any]:
 
 
 def read_dataset(dataset: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
-    """Load a split with the `datasets` package; raises `DataError` on failure."""
+    """Load a split with the `datasets` package. Raises `DataError` on failure."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -72,7 +72,7 @@ def read_dataset(dataset: str, name: str | None, split: str) -> Iterable[Mapping
 
 
 def write_rows(rows: Iterable[Mapping[str, str]], output: str) -> int:
-    """Write rows as a JSONL file, atomically; return their number."""
+    """Write rows to a JSONL file, and return their number. The file appears only when it is complete."""
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -89,7 +89,7 @@ def write_rows(rows: Iterable[Mapping[str, str]], output: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 for wrong input."""
+    """Run the command line. Return 0, or 2 for invalid input."""
     parser = argparse.ArgumentParser(prog="python -m roll_opd.data.gsm8k", description="GSM8K to prompt rows.")
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--input", help="a JSONL file with GSM8K's columns")

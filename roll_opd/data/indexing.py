@@ -1,6 +1,6 @@
-"""Build the index of a data set in one pass that checks every row. The index has about 30 bytes per usable row.
+"""Build the index of a data set, in one pass that checks every row.
 
-Legend: N prompts, F files.
+The index takes about 30 bytes per usable row. Legend: N prompts, F files.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ PROGRESS_DELAY_S = 3.0  # seconds before the progress bar appears
 
 @dataclass(frozen=True)
 class Index:
-    """The place and checksums of each prompt, in the order of files and rows."""
+    """The place and the checksums of each prompt, in the order of files and rows."""
 
     starts: np.ndarray  # int64 [F+1]; file f has the prompts starts[f] to starts[f+1] - 1
     positions: np.ndarray  # int64 [N], position of the row in its file, see `RowFile`
@@ -55,7 +55,7 @@ class Index:
 
 @dataclass(frozen=True)
 class _ParsedRow:
-    """A parsed row, before tokenisation."""
+    """A parsed row that is not tokenised yet."""
 
     line: int
     position: int
@@ -70,7 +70,7 @@ class _ParsedRow:
 
 
 class Indexer:
-    """Builds the index in one pass over all files, and counts bad rows."""
+    """Builds the index in one pass over all files, and counts the bad rows."""
 
     def __init__(self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", teachers: TeacherPrompts) -> None:
         self._plan, self._tokenizer, self._teachers = plan, tokenizer, teachers
@@ -84,7 +84,7 @@ class Indexer:
         self._longest = 0
 
     def index(self, files: Sequence[RowFile]) -> tuple[Index, tuple[FileReport, ...], int]:
-        """Scan `files`; return the index, a report on each file, and the token count of the longest row."""
+        """Scan all files. Return (index, report on each file, number of tokens of the longest row)."""
         reports, digests, starts = [], [], [0]
         sizes = [file.path.stat().st_size for file in files]
         with tqdm(
@@ -115,7 +115,7 @@ class Indexer:
         return index, tuple(reports), self._longest
 
     def _batches(self, file: RowFile, report: FileReport) -> Iterator[list[_ParsedRow]]:
-        """Yield non-empty batches of parsed rows; report bad rows."""
+        """Yield batches of parsed rows, none of them empty. Bad rows are added to `report`."""
         batch: list[_ParsedRow] = []
         characters = 0
         for line, position, value in file.scan():
@@ -188,7 +188,10 @@ class Indexer:
 
 
 def repeated(ids: np.ndarray) -> np.ndarray:
-    """Return a mask, bool [N], of the `ids`, int64 [N], that equal an earlier id."""
+    """Return a mask of the ids that equal an earlier id.
+
+    Shapes: `ids` int64 [N], result bool [N].
+    """
     order = np.argsort(ids, kind="stable")
     again = np.zeros(len(ids), dtype=bool)
     again[order[1:]] = ids[order[1:]] == ids[order[:-1]]
@@ -196,14 +199,17 @@ def repeated(ids: np.ndarray) -> np.ndarray:
 
 
 def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -> tuple[PromptText, ...]:
-    """Render the prompt and the answers of `row` with the template of its tag."""
+    """Render the prompt and the answers of a row, with the template for the row's tag."""
     template = template_of(row, plan)
     prompt = render_prompt(tokenizer, row, template)
     return (prompt, *(render_answer(tokenizer, row, answer, prompt, template) for answer in row.answers))
 
 
 def dropped_parts(row: Row, prompt: str) -> Iterator[str]:
-    """Yield the names of a row's parts that are missing from the rendered prompt and cause only a warning."""
+    """Yield the names of the parts of a row that the template has left out of the prompt.
+
+    Only parts that cause a warning are checked; other missing parts make a row unusable.
+    """
     if drops_text_with_calls(row.messages, prompt):
         yield TEXT_WITH_CALLS
     if row.prompt is not None and any((tool_name(tool) or "") not in prompt for tool in row.tools):
@@ -211,14 +217,14 @@ def dropped_parts(row: Row, prompt: str) -> Iterator[str]:
 
 
 def template_of(row: Row, plan: DataPlan) -> str:
-    """Return the name of the template of `row`."""
+    """Return the name of the template for a row."""
     return plan.tag_templates.get(row.tag, plan.template)
 
 
 def encode(
     tokenizer: "PreTrainedTokenizerBase", rows: Sequence[tuple[PromptText, ...]]
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Tokenise the texts of all rows in one call; for each row, yield the token ids of its texts, int64."""
+    """Tokenise the texts of all rows in one call. For each row, yield the token ids of its texts, int64."""
     tokens = iter(tokenize(tokenizer, [text for texts in rows for text in texts]))
     for texts in rows:
         yield tuple(np.asarray(next(tokens), dtype=np.int64) for _ in texts)
@@ -234,7 +240,7 @@ def _identity(identity: str | None, tag: str, ground_truth: str | None, parts: S
 
 
 def _task(row: Row, plan: DataPlan) -> bytes | None:
-    """Return the bytes of a workflow task without its id; None for rows of other schemas."""
+    """Return a workflow task as bytes, without its id; None for rows of other schemas."""
     if plan.schema != "task":
         return None
     named = plan.columns.get("id", "id")
@@ -247,5 +253,5 @@ def _hash(content: bytes) -> int:
 
 
 def row_check(identity: str, tag: str, ground_truth: str | None, parts: Sequence[np.ndarray]) -> int:
-    """Return the checksum of a row's id, tag, ground truth and tokens."""
+    """Return a checksum of a row's id, tag, ground truth and tokens."""
     return zlib.crc32(_identity(identity, tag, ground_truth, parts))

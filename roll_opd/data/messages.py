@@ -1,7 +1,9 @@
-"""Parse messages of files and of client requests, in OpenAI's and similar forms, for chat templates.
+"""Parse messages for chat templates. The messages come from files or from clients, in OpenAI's form or a similar form.
 
-Contents become texts, arguments of tool calls become objects, and roles get the names that templates use. Loss weights
-of rows and turns (0: excluded) may have the names that OpenAI, axolotl, ms-swift, verl or slime use.
+Contents become texts, the arguments of tool calls become objects, and roles get the names that templates use.
+
+A row or a turn can have a loss weight; 0 excludes it from the loss. The key of the weight may have the name that
+OpenAI, axolotl, ms-swift, verl or slime uses.
 """
 
 import json
@@ -33,7 +35,10 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message t
 
 
 class MessageError(ValueError):
-    """A message cannot be parsed. `field` is the place of the error, and `what` is the reason with a remedy."""
+    """A message cannot be parsed.
+
+    `field` is the place of the error. `what` is the reason, with a remedy.
+    """
 
     def __init__(self, field: str, what: str) -> None:
         super().__init__(f"{field}: {what}")
@@ -41,7 +46,7 @@ class MessageError(ValueError):
 
 
 def role_of(written: str) -> str:
-    """Return the normalised name of a role, whatever its case; an unknown role is returned unchanged."""
+    """Return the normalised name of a role. Case is ignored. An unknown role is returned unchanged."""
     folded = written.strip().casefold()
     return ROLES.get(folded) or _ALIASES.get(folded) or written
 
@@ -53,7 +58,7 @@ def role_advice(role: str) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without the null entries that Parquet adds to objects, at any depth."""
+    """Return `value` without the nulls that Parquet adds to objects, at any depth."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -62,10 +67,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with text in `content`, and with objects as arguments of tool calls; raises `MessageError`.
+    """Return a message with a text as `content`, and with objects as the arguments of tool calls.
 
-    Nulls are dropped, text parts are joined, and the deprecated `function_call` becomes a tool call. Unknown roles stay
-    unchanged.
+    Nulls are removed, text parts are joined, and the deprecated `function_call` becomes a tool call. Unknown roles are
+    kept. Raises `MessageError`.
     """
     read = without_nulls(message)
     if not isinstance(read.get("role"), str):
@@ -79,9 +84,9 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | None:
-    """Return the tools in a list of objects or in its JSON text; None for anything else.
+    """Return the tools; None if `tools` is neither a list of objects nor the JSON text of such a list.
 
-    Raises `MessageError` for a text that starts like a JSON list of objects but is not valid.
+    Raises `MessageError` if a text starts like a JSON list of objects but is not valid JSON.
     """
     if isinstance(tools, str):
         if not tools.strip():
@@ -112,7 +117,7 @@ def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | None:
 
 
 def tool_name(tool: Mapping[str, Any]) -> str | None:
-    """Return the name of a tool or a call in either form: with or without the outer `function` object."""
+    """Return the name of a tool or of a tool call. The outer `function` object may be missing."""
     function = tool.get("function")
     name = (function if isinstance(function, Mapping) else tool).get("name")
     return name if isinstance(name, str) and name else None
@@ -159,7 +164,7 @@ def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, since chat templates encode the arguments."""
+    """Return a tool call whose arguments are an object. Chat templates encode the arguments themselves."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         function = {name: call[name] for name in ("name", "arguments") if name in call}
@@ -189,17 +194,19 @@ _WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no
 
 
 def loss_mark(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Return a turn's or row's loss-weight key, and whether it includes the turn or row in the loss; None without a
-    key.
+    """Return (key, is_included): the loss-weight key of a turn or row, and whether the key includes it in the loss.
 
-    A key that excludes the turn or row takes precedence over a key that includes it.
+    Return None if there is no such key. If there are several, a key that excludes the turn or row takes precedence.
     """
     found = [(name, learned) for name in MARKS if (learned := _learned(marked.get(name))) is not None]
     return min(found, key=lambda mark: mark[1], default=None)
 
 
 def unread_marks(marked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys with unsupported values: weights other than 0 and 1, and weights of spans or tokens."""
+    """Yield the loss-weight keys with values that are not supported.
+
+    These are weights other than 0 and 1, and weights of spans or tokens.
+    """
     for name in MARKS:
         value = marked.get(name)
         number = isinstance(value, int | float | Decimal) and value not in (0, 1)
@@ -209,7 +216,7 @@ def unread_marks(marked: Mapping[str, Any]) -> Iterator[str]:
 
 
 def without_marks(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without loss weights, which no template reads."""
+    """Return a message without its loss weights, because no template reads them."""
     return {key: value for key, value in message.items() if key not in MARKS and key not in SPANS}
 
 

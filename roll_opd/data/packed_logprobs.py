@@ -1,9 +1,14 @@
-"""Decode the compressed top-k of DistillKit's parquet files.
+"""Decode the compressed top-k log-probs in DistillKit's parquet files.
 
-Each position has k token ids and k descending log-probs. A token id is packed in ceil(log2 d) bits, where d is the size
-of the vocabulary. The first `exact_k` log-probs are stored as floats. Each of the other log-probs is the sum of a
-polynomial of its rank and a quantised residual; the residuals are stored in bins. With delta encoding, each value is
-the difference from the previous log-prob. These parameters are in the file `compression_config.yaml` next to the files.
+Each position has k token ids, and k log-probs in descending order. A token id is packed into ceil(log2 d) bits, where d
+is the size of the vocabulary.
+
+The first `exact_k` log-probs are stored as floats. Each of the others is the sum of a polynomial of its rank and a
+quantised residual. The residuals are stored in bins. With delta encoding, these floats and sums are the differences
+between neighbouring log-probs.
+
+These parameters are in the file `compression_config.yaml` in the directory of the parquet files.
+
 Source: github.com/arcee-ai/DistillKit, `distillkit/compression`.
 
 Legend: R positions, B bytes of a position, K tokens of the top-k.
@@ -28,7 +33,7 @@ class PackedError(Exception):
 
 @dataclass(frozen=True)
 class Bin:
-    """Quantised residuals of `num_elements` ranks that share a scale."""
+    """The quantised residuals of `num_elements` ranks, which have one common scale."""
 
     scale_dtype: str
     element_bits: int
@@ -36,13 +41,13 @@ class Bin:
 
     @property
     def size(self) -> int:
-        """Number of bytes of the bin's residuals; the scale is not counted."""
+        """Number of bytes of the residuals in the bin, without its scale."""
         return math.ceil(self.num_elements * self.element_bits / 8)
 
 
 @dataclass(frozen=True)
 class LogprobPacking:
-    """The parameters in a `compression_config.yaml`, with the same names as in that file."""
+    """The parameters in a `compression_config.yaml`. The names are the same as in the file."""
 
     d: int
     k: int
@@ -71,7 +76,7 @@ class LogprobPacking:
 
 
 def read_packing(path: Path) -> LogprobPacking:
-    """Read a `compression_config.yaml`. Raises PackedError if the file is unreadable or has other content."""
+    """Read a `compression_config.yaml`. Raises PackedError if the file cannot be read or has other content."""
     import yaml
 
     try:
@@ -93,14 +98,20 @@ def _packing(values: Mapping[str, Any]) -> LogprobPacking:
 
 
 def unpack_ids(packed_RB: np.ndarray, packing: LogprobPacking) -> np.ndarray:
-    """Return token ids, int32 [R, K], from bytes, uint8 [R, B]; the highest bit of an id comes first."""
+    """Return the token ids, int32 [R, K].
+
+    `packed_RB` are the packed bytes, uint8 [R, B]. The highest bit of an id comes first.
+    """
     if packed_RB.shape[1] != packing.id_bytes:
         raise PackedError(f"{packed_RB.shape[1]} bytes of ids per position, but k and d need {packing.id_bytes}")
     return _integers(packed_RB, packing.id_bits, packing.k).astype(np.int32)
 
 
 def unpack_logprobs(packed_RB: np.ndarray, packing: LogprobPacking) -> np.ndarray:
-    """Return log-probs, f32 [R, K], from bytes, uint8 [R, B]."""
+    """Return the log-probs, f32 [R, K].
+
+    `packed_RB` are the packed bytes, uint8 [R, B].
+    """
     if packed_RB.shape[1] != packing.logprob_bytes:
         raise PackedError(
             f"{packed_RB.shape[1]} bytes of log-probs per position, but the log-probs need {packing.logprob_bytes}"
@@ -129,7 +140,10 @@ def _polynomial(packing: LogprobPacking, count: int) -> np.ndarray:
 
 
 def _floats(packed_RB: np.ndarray, dtype: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` little-endian floats of each position, f64 [R, count], and the bytes after these floats."""
+    """Return (floats, rest): the first `count` floats of each position, f64 [R, count], and the bytes after them.
+
+    The floats are stored in little-endian order.
+    """
     size = count * _width(dtype)
     first = np.ascontiguousarray(packed_RB[:, :size])
     shape = (len(packed_RB), count)
@@ -141,7 +155,10 @@ def _floats(packed_RB: np.ndarray, dtype: str, count: int) -> tuple[np.ndarray, 
 
 
 def _integers(packed_RB: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Return `count` unsigned integers of `bits` bits, int64 [R, count], highest bit first."""
+    """Return `count` unsigned integers of each position, int64 [R, count].
+
+    Each integer has `bits` bits, the highest bit first.
+    """
     unpacked = np.unpackbits(packed_RB, axis=1, count=bits * count).reshape(len(packed_RB), count, bits)
     powers = 1 << np.arange(bits - 1, -1, -1, dtype=np.int64)
     return unpacked.astype(np.int64) @ powers

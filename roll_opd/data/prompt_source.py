@@ -1,12 +1,12 @@
-"""Endless streams of prompts and of environment tasks for a run, resumable at any position.
+"""Endless streams of prompts and of environment tasks. A run can resume them at any position.
 
-Prompts come from one or several weighted streams. The order within an epoch depends only on seed, epoch and stream
-number. The choice of the next stream depends on the number of prompts taken from each stream, so these counts are the
-complete state.
+Prompts are drawn from one or several weighted streams. The order in an epoch depends only on the seed, the epoch and
+the number of the stream. The next stream depends only on the number of prompts that were taken from each stream. These
+numbers are therefore the complete state.
 
-A task is a tag (the game) and a seed (the game's initial state). Tags take turns, in rounds with a fixed number of
-tasks per tag, and every task has a different seed. The number of a task determines its tag and seed, so the number of
-tasks taken is the complete state.
+An environment task is a tag (the game) and a seed (its initial state). The tags take turns. In each round, every tag
+has a fixed number of tasks. Every task has a different seed. The number of a task determines its tag and its seed, so
+the number of taken tasks is the complete state.
 """
 
 import json
@@ -28,22 +28,32 @@ if TYPE_CHECKING:
 def next_stream(weights: np.ndarray, taken: np.ndarray) -> int:
     """Return the number of the stream that is furthest below its weight.
 
-    `weights` f64 [S] sum to 1; `taken` int64 [S] counts the prompts taken from each stream. If all counts are zero at
-    the start, any n consecutive draws contain `weights * n` prompts of each stream, to within two prompts.
+    If the counts in `taken` start at zero, any n consecutive draws contain `weights * n` prompts of each stream, with
+    an error of at most two prompts.
+
+    Args:
+        weights: f64 [S], with sum 1.
+        taken: int64 [S], number of prompts taken from each stream.
     """
     return int(np.argmax(weights * (taken.sum() + 1) - taken))
 
 
 def epoch_order(seed: int, epoch: int, stream: int, size: int) -> np.ndarray:
-    """Return the permutation of a stream's `size` prompts in an epoch, int64 [size]."""
+    """Return the order of a stream's prompts in an epoch: a permutation of `size` numbers, int64 [size]."""
     return np.random.Generator(np.random.PCG64([seed, epoch, stream])).permutation(size)
 
 
 class DrawOrder:
-    """An endless sequence of prompt numbers; each stream has separate epochs."""
+    """An endless sequence of prompt numbers. Each stream has separate epochs."""
 
     def __init__(self, members: Sequence[np.ndarray], weights: Sequence[float], seed: int) -> None:
-        """`members`: the prompt numbers of each stream, int64; the weight of an empty stream must be 0."""
+        """Create the sequence.
+
+        Args:
+            members: the prompt numbers of each stream, int64.
+            weights: the weight of each stream. It must be 0 for a stream without prompts.
+            seed: seed of the order.
+        """
         self._members, self._seed = members, seed
         self._weights = np.asarray(weights, dtype=np.float64) / sum(weights)
         self.taken = np.zeros(len(members), dtype=np.int64)  # prompts taken from each stream
@@ -64,7 +74,7 @@ class DrawOrder:
 
 
 def derived_seed(*numbers: int) -> int:
-    """Return a 31-bit seed derived from `numbers` (each at least 0) and their order."""
+    """Return a 31-bit seed that depends on the given numbers and their order. The numbers must not be negative."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)
 
 
@@ -75,7 +85,7 @@ PASSED = "passed"  # key of a state: later draws whose prompts have been trained
 
 
 class TaskSource(Protocol):
-    """Endless, resumable stream of prompts: rows of files, or tasks of environments."""
+    """An endless stream of prompts that can be resumed. A prompt is a row of a file or a task of an environment."""
 
     @property
     def passed(self) -> frozenset[int]: ...
@@ -98,10 +108,11 @@ class TaskSource(Protocol):
 
 
 class PromptSource:
-    """Stream of rows: draws from the streams of `prompts` by weight, with a new permutation in each epoch of a stream.
+    """A stream of rows, which are drawn from the streams of `prompts` by weight.
 
-    A batch across the end of an epoch may have a prompt twice. The value of `position` before `take` is the unique
-    number of the first draw.
+    Each epoch of a stream has a new order. A batch that spans two epochs may have a prompt twice.
+
+    The draws of a run are numbered from 0. The next call of `take` starts with the draw number `position`.
     """
 
     def __init__(self, prompts: "PromptSet | ScoredSet", seed: int) -> None:
@@ -119,19 +130,22 @@ class PromptSource:
 
     @property
     def epochs(self) -> float:
-        """Number of passes over the prompts so far: the draws divided by the number of prompts in all streams."""
+        """Number of passes over the data so far.
+
+        This is the number of draws, divided by the number of prompts in all streams.
+        """
         return self.position / self._size
 
     def take(self, n: int) -> list[Prompt]:
-        """Return the next `n` prompts and advance the position."""
+        """Return the next `n` prompts, and advance the position."""
         prompts = self.peek(n)
         self.skip(n)
         return prompts
 
     def peek(self, n: int) -> list[Prompt]:
-        """Read the next `n` prompts, also across ends of epochs, without advancing the position.
+        """Return the next `n` prompts without advancing the position. They may belong to different epochs.
 
-        Raises `DataError` if a file is missing or a row has changed since the start of the run.
+        Raises `DataError` if a file is missing, or if a row has changed since the start of the run.
         """
         before = self._order.taken.copy()
         numbers = self._order.take(n)
@@ -143,7 +157,10 @@ class PromptSource:
         self._order.take(n)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in JSON types: seed, digests of files, prompts taken per stream."""
+        """Return the state for a checkpoint, in JSON types.
+
+        It has the seed, the digests of the files, and the number of prompts taken from each stream.
+        """
         return {
             "seed": self._seed,
             "files": self._prompts.fingerprint(),
@@ -159,7 +176,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position from `state`; raises `DataError` if prompts, streams or seed differ from it."""
+        """Restore the position from a state. Raises `DataError` if prompts, streams or seed have changed."""
         own = self.state_dict()
         if state.keys() - {PASSED} != own.keys():
             raise DataError(
@@ -187,7 +204,10 @@ class PromptSource:
 
 
 class MixedSource(PromptSource):
-    """A stream of prompts and a stream of demonstrations (rows with answers), with separate orders and positions."""
+    """A stream of prompts, together with a stream of demonstrations (rows with answers).
+
+    Both have their own order and position.
+    """
 
     def __init__(self, prompts: PromptSet, demonstrations: PromptSet, seed: int) -> None:
         super().__init__(prompts, seed)
@@ -198,7 +218,7 @@ class MixedSource(PromptSource):
         return {**super().state_dict(), "demonstrations": self.demonstrations.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore both positions from `state`; raises `DataError` in the same cases as `PromptSource`."""
+        """Restore both positions from a state. Raises `DataError` in the same cases as `PromptSource`."""
         super().load_state_dict(state)
         try:
             self.demonstrations.load_state_dict(state["demonstrations"])
@@ -207,7 +227,10 @@ class MixedSource(PromptSource):
 
 
 def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
-    """Return the first difference as text, or "" if the files are equal. File names are not compared."""
+    """Return the first difference between two lists of files as text; "" if they are equal.
+
+    The names of the files are not compared.
+    """
     if len(saved) != len(own):
         return f"{len(saved)} files when it was saved, {len(own)} now"
     for then, now in zip(saved, own, strict=True):
@@ -234,14 +257,18 @@ VALIDATION_SEED = 2**20  # replaces the run's seed, so that validation plays the
 
 
 class EnvironmentSource:
-    """An endless, resumable stream of environment tasks; `PromptSource` is the corresponding stream of rows."""
+    """An endless stream of environment tasks that can be resumed.
+
+    `PromptSource` is the corresponding stream of rows.
+    """
 
     def __init__(self, shares: Mapping[str, int], seed: int, rules: Mapping[str, Any] | None = None) -> None:
-        """Make the stream.
+        """Create the stream.
 
         Args:
-            shares: tag -> number of tasks per round; tags are played in this order.
-            rules: result of `rules_of`. A state that was saved with other rules is refused. None: no check of rules.
+            shares: tag -> number of tasks per round. The tags are played in this order.
+            seed: seed of the tasks.
+            rules: result of `rules_of`. A state with other rules is refused. None: the rules are not checked.
         """
         self.passed: frozenset[int] = frozenset()  # draws after the position; a resumed run skips them
         self._shares, self._seed = dict(shares), seed
@@ -256,11 +283,11 @@ class EnvironmentSource:
 
     @property
     def epochs(self) -> float:
-        """Number of rounds since the start of the run."""
+        """Number of rounds since the start of the run. It may be a fraction."""
         return self._taken / len(self._round)
 
     def take(self, n: int) -> list[Prompt]:
-        """Return the next `n` tasks and advance the position."""
+        """Return the next `n` tasks, and advance the position."""
         tasks = self.peek(n)
         self.skip(n)
         return tasks
@@ -279,7 +306,7 @@ class EnvironmentSource:
         return {**state, RULES: self._rules} if self._rules else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position from `state`; raises `DataError` if games, seed or rules differ from it."""
+        """Restore the position from a state. Raises `DataError` if the games, the seed or the rules have changed."""
         own = self.state_dict()
         if state.keys() - {RULES, PASSED} != own.keys() - {RULES}:
             raise DataError(
@@ -315,7 +342,7 @@ class EnvironmentSource:
 
 
 def rules_of(plan: RunPlan) -> dict[str, Any]:
-    """Return key -> value for the values of the configuration that define the training games."""
+    """Return the settings that define the training games, as a map from configuration keys to values."""
     assert plan.workflow and plan.rollout
     settings = thaw(plan.workflow.workflow_args["environments"])
     games = {
@@ -334,5 +361,5 @@ def _digest(value: Any) -> str:
 
 
 def held_out_tasks(shares: Mapping[str, int], count: int) -> list[Prompt]:
-    """Return `count` validation tasks, the same in every run."""
+    """Return `count` validation tasks. They are the same in every run."""
     return EnvironmentSource(shares, VALIDATION_SEED).peek(count)

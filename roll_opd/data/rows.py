@@ -1,4 +1,7 @@
-"""Parse prompt rows in ROLL's and other common forms into `Row`; raise `BadRow`, with a kind, for unusable rows."""
+"""Parse prompt rows, in ROLL's format and other common formats, into `Row`.
+
+An unusable row raises `BadRow`, whose `kind` is the category of the problem.
+"""
 
 import json
 import math
@@ -43,11 +46,11 @@ _NO_RENAMES: Mapping[str, str] = FrozenDict()
 
 
 class DataError(ValueError):
-    """Data cannot be used; the error names the place and a remedy."""
+    """Raised if data cannot be used. The message names the place in the data and a remedy."""
 
 
 class BadRow(Exception):
-    """A row cannot be used. `kind` is one of the constants above, and `detail` is the reason."""
+    """Raised if a row cannot be used. `kind` is a category, such as the constants above, and `detail` is the reason."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -56,7 +59,11 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """A usable row: a conversation in `messages`, or plain text in `prompt`, which is tokenised unchanged."""
+    """A usable row.
+
+    The prompt is either the conversation in `messages` or the plain text in `prompt`. A plain text is tokenised
+    unchanged.
+    """
 
     id: str
     tag: str
@@ -74,13 +81,18 @@ class Row:
 def parse_row(
     value: Any, fallback_id: str, columns: Mapping[str, str] = _NO_RENAMES, *, has_answers: bool = False
 ) -> Row:
-    """Parse a decoded value into a row; raises `BadRow`.
+    """Parse a decoded value, such as a JSON object, into a row. Raises `BadRow` if the row cannot be used.
 
-    `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`,
-    as a list of `{"role", "content"}` or the JSON string of such a list. Without `messages`, the conversation is in
-    `prompt`, as plain text or as such a list. Without both, the conversation is in `conversations`, in ShareGPT's form.
-    The assistant turns at the end are removed, because they are the answer, unless `has_answers` is set. A missing tag
-    becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
+    The prompt is in the first of these columns that has a value:
+
+    - `messages`: a list of `{"role", "content"}`, or the JSON string of such a list.
+    - `prompt`: a plain text, or a list as in `messages`.
+    - `conversations`: a list in ShareGPT's format.
+
+    Assistant turns at the end of the conversation are the answer, so they are removed unless `has_answers` is set. A
+    row without a tag gets `DEFAULT_TAG`, and a row without an id gets `fallback_id`.
+
+    `columns` maps the names messages, prompt, tag and id to the column names of the data set.
     """
     value = rename_columns(value, columns)
     messages, prompt = _parse_prompt(value, columns)
@@ -105,10 +117,11 @@ def parse_row(
 
 
 def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
-    """Parse a decoded value into a row for a workflow, with all columns unchanged in `extra`; raises `BadRow`.
+    """Parse a decoded value into a row for a workflow. Raises `BadRow` if the row cannot be used.
 
-    `columns` maps tag, id and ground_truth to their column names in the value. The JSON text of the row becomes the
-    prompt. This text is only hashed to detect changes; no model reads it.
+    All columns that are not null are kept in `extra`. The prompt is the JSON text of the row. This text is only hashed
+    to detect changes; no model reads it. `columns` maps the names tag, id and ground_truth to the column names of the
+    data set.
     """
     raw, own = rename_columns(value, _NO_RENAMES), rename_columns(value, columns)
     truth = own.get("ground_truth")
@@ -122,7 +135,10 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
 
 
 def rename_columns(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the row without nulls and with columns renamed by `columns`; raises `BadRow` unless it is an object."""
+    """Return the row as a dict, without nulls and with renamed columns. Raises `BadRow` if the row is not an object.
+
+    `columns` maps each new name to the column name of the data set.
+    """
     if isinstance(value, BadRow):
         raise value
     if not isinstance(value, dict):
@@ -145,14 +161,14 @@ def is_null(value: Any) -> bool:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value counts as missing: null, an infinite number, an empty or blank text."""
+    """Whether a value counts as missing: a null, an infinite number, or an empty or blank text."""
     if isinstance(value, str):
         return not value.strip()
     return is_null(value) or (isinstance(value, float | Decimal) and not math.isfinite(value))
 
 
 def tag_of(value: Any) -> str:
-    """Return a row's tag, or `DEFAULT_TAG` if it is missing; raises `BadRow`."""
+    """Return a row's tag, or `DEFAULT_TAG` if the tag is missing. Raises `BadRow` if the tag is not a text."""
     if is_missing(value):
         return DEFAULT_TAG
     if not isinstance(value, str):
@@ -161,9 +177,9 @@ def tag_of(value: Any) -> str:
 
 
 def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
-    """Return the `BadRow` for a row without any of the columns `names`.
+    """Return the `BadRow` for a row that has none of the columns `names`.
 
-    The error has the names of these columns in the file.
+    The error message lists these columns under their names in the file.
     """
     looked_for = filter(None, (columns.get(name, name) for name in names))
     return BadRow(NO_PROMPT, f"none of the columns {', '.join(looked_for)}; name the column in data_args")
@@ -196,7 +212,10 @@ def first_present(value: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str, ...]]:
-    """Return the tools of a row, and the name of the tools column if its form is not supported; raises `BadRow`."""
+    """Return (tools, unread) of a row. Raises `BadRow` if the tools cannot be parsed.
+
+    If the format of the tools column is not supported, `tools` is empty and `unread` has the name of the column.
+    """
     for name in ("tools", "functions"):
         written = value.get(name)
         if not written or is_missing(written):
@@ -215,7 +234,10 @@ def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str,
 
 
 def _variables(value: Any) -> FrozenDict:
-    """Return the template variables in `chat_template_kwargs` (an object or its JSON text); raises `BadRow`."""
+    """Return the template variables of column `chat_template_kwargs`.
+
+    The column has an object or its JSON text. Raises `BadRow` for other content, and for variables with reserved names.
+    """
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -240,7 +262,7 @@ def _is_written(value: Any) -> bool:
 
 
 def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
-    """Return a conversation without the assistant turns at its end; raises `BadRow` if no turn is left."""
+    """Return a conversation without the assistant turns at its end. Raises `BadRow` if no text is left."""
     question = list(messages)
     while question and question[-1]["role"] == "assistant":
         question.pop()
@@ -250,9 +272,10 @@ def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
 
 
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
-    """Parse a conversation (a list or its JSON string) in OpenAI's or ShareGPT's form; raises `BadRow`.
+    """Parse a conversation in OpenAI's or ShareGPT's format. Raises `BadRow` if it cannot be used.
 
-    A tuple is the result of an earlier call and is returned unchanged.
+    The conversation is a list or the JSON string of a list. A tuple is the result of an earlier call, and is returned
+    unchanged.
     """
     if isinstance(messages, tuple) and messages:
         return messages
@@ -289,7 +312,10 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
-    """Return ShareGPT's `conversations`, with a system message from column `system`; raises `BadRow`."""
+    """Return the conversation in column `conversations`, in ShareGPT's format. Raises `BadRow` if it cannot be used.
+
+    The text in column `system` becomes the system message, unless the conversation already has one.
+    """
     messages, system = parse_messages(value["conversations"]), value.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
         return messages
@@ -297,7 +323,7 @@ def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
 
 
 def _with_role(message: Any) -> dict[str, Any]:
-    """Return a message as `{"role", "content"}`; it may be in ShareGPT's form `{"from", "value"}`."""
+    """Return a message as `{"role", "content"}`. A message in ShareGPT's form `{"from", "value"}` is converted."""
     if not isinstance(message, dict):
         raise BadRow(WRONG_TYPE, f"a message must be an object, not {type(message).__name__}")
     if message.get("role") is not None or message.get("from") is None:
@@ -311,7 +337,7 @@ def _with_role(message: Any) -> dict[str, Any]:
 
 
 def encodable(text: str, name: str) -> str:
-    """Return `text`; raises `BadRow` if it cannot be encoded as UTF-8, as every tokenizer requires."""
+    """Return `text`. Raises `BadRow` if the text cannot be encoded as UTF-8, because every tokenizer needs UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -322,7 +348,7 @@ def encodable(text: str, name: str) -> str:
 def _text(value: dict[str, Any], key: str) -> str | None:
     """Return a text field, or None if the field is missing.
 
-    A number becomes a text, because many files have numbers as ids and answers.
+    A number is converted to text, because in many files ids and answers are numbers.
     """
     item = value.get(key)
     if is_missing(item):

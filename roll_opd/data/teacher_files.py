@@ -1,7 +1,8 @@
 """A data set of teacher files: answers with a teacher's scores.
 
-One pass checks all rows; a row is read again when it is drawn. Only the places of rows are in memory. Reading a row
-decodes its row group; `roll-opd score` writes row groups of `ROWS_OF_A_GROUP` rows.
+All rows are checked in one pass at the start. Only the locations of the rows stay in memory, so a row is read again
+when it is drawn. Reading a row decodes its whole row group. `roll-opd score` writes row groups of `ROWS_OF_A_GROUP`
+rows.
 """
 
 from collections import OrderedDict
@@ -32,7 +33,11 @@ SCHEMA = "scored"  # schema of a `DataPlan` for teacher files
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a row (numbers of file, row group, and row in the group), and a digest of its content."""
+    """Location of a row.
+
+    - `file`, `group`, `row`: indices of the file, of the row group in the file, and of the row in the group.
+    - `digest`: hash of the row's content.
+    """
 
     file: int
     group: int
@@ -53,7 +58,7 @@ class TeacherFile:
         self._read: OrderedDict[int, list[tuple[str, TeacherScores | BadRow]]] = OrderedDict()
 
     def group(self, number: int) -> list[tuple[str, TeacherScores | BadRow]]:
-        """Return (id, content) of each row in a row group; the id is "" without a column `id`."""
+        """Return (id, content) of each row in a row group. If the file has no column `id`, every id is ""."""
         if number not in self._read:
             while len(self._read) >= GROUPS_IN_MEMORY:
                 self._read.popitem(last=False)
@@ -79,7 +84,7 @@ def _opened(path: Path) -> Any:
 
 
 class ScoredSet:
-    """Scored answers, numbered from 0, with the methods of `PromptSet`. `open_teacher_files` creates it."""
+    """Scored answers, numbered from 0. The class has the methods of `PromptSet`; `open_teacher_files` creates it."""
 
     streams: tuple[StreamPlan, ...] = (DEFAULT_STREAM,)
 
@@ -94,7 +99,10 @@ class ScoredSet:
         return np.arange(len(self), dtype=np.int64)
 
     def read(self, numbers: Sequence[int]) -> list[Prompt]:
-        """Return the rows with these numbers, in order. Raises DataError if a row has changed since the start."""
+        """Return the rows with these numbers, in the given order.
+
+        Raises DataError if a row has changed since it was checked.
+        """
         found: dict[int, Prompt] = {}
         for number in sorted(set(numbers), key=lambda number: (self._places[number].file, self._places[number].group)):
             place = self._places[number]
@@ -132,11 +140,12 @@ class ScoredSet:
 def open_teacher_files(
     plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", expected: Expected, packing: str | None = None
 ) -> tuple[ScoredSet, DataReport]:
-    """Check every row of `plan.files` in one pass; return the usable rows and a report.
+    """Check every row of `plan.files` in one pass. Returns (rows, report): the usable rows, and a report on all rows.
 
-    `plan.on_bad_row` sets whether inconsistent rows are refused or dropped; `plan.on_long_prompt` sets the same for
-    rows whose prompt is longer than `plan.prompt_length` tokens. Raises DataError if a row is refused or no row is
-    usable.
+    - `plan.on_bad_row`: whether a row is refused or dropped if it cannot be decoded or has inconsistent scores.
+    - `plan.on_long_prompt`: the same for a row whose prompt and answer have more than `plan.prompt_length` tokens.
+
+    Raises DataError if a row is refused, or if no row is usable.
     """
     files = [TeacherFile(Path(name), tokenizer, packing) for name in plan.files]
     places: list[_Place] = []

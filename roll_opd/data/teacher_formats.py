@@ -4,8 +4,8 @@
     Lightning-OPD prompt (text), metadata.response_tokens, metadata.teacher_log_probs; arXiv 2604.13010
     DistillKit    input_ids, compressed_logprobs, bytepacked_indices, and `compression_config.yaml` next to the files
 
-A row that cannot be decoded becomes a `BadRow`. Files of Lightning-OPD and DistillKit state neither tokenizer nor
-temperature; both programs score at temperature 1.
+A row that cannot be decoded becomes a `BadRow`. The files of Lightning-OPD and DistillKit do not state the tokenizer or
+the temperature. Both programs score at temperature 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ HALF_ERROR = 1e-3  # relative error of probabilities for log-probs in f16
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A recognised format: the columns to read, and a decoder of tables with these columns."""
+    """A recognised file format: the columns to read, and a function that decodes tables with these columns."""
 
     name: str
     columns: tuple[str, ...]
@@ -44,10 +44,10 @@ class FileFormat:
 def recognised(
     path: Path, schema: "pa.Schema", tokenizer: "PreTrainedTokenizerBase", packing: str | None = None
 ) -> FileFormat:
-    """Return the format of a file, recognised by its columns. Raises DataError for an unknown format.
+    """Return the format of a file. Raises DataError if the format is unknown.
 
-    `packing` is the path of DistillKit's compression configuration. If it is None, the configuration is next to the
-    file.
+    The format is recognised by the columns of the file. `packing` is the path of DistillKit's compression
+    configuration. If it is None, the configuration is expected next to the file.
     """
     names = set(schema.names)
     if (version := (schema.metadata or {}).get(VERSION_KEY, VERSION.encode()).decode()) != VERSION:
@@ -138,9 +138,10 @@ def _lightning_rows(table: "pa.Table", tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the response tokens decode to `text` or equal the encoding of `text`.
+    """Whether the response tokens are tokens of `text`.
 
-    The tokens of a truncated answer may decode to `text` without being equal to its encoding.
+    This holds if the tokens decode to `text`, or if they equal the encoding of `text`. The tokens of a truncated answer
+    may decode to `text` although the encoding of `text` has other tokens.
     """
     tokens = row.response_ids.tolist()
     if any(not 0 <= token < len(tokenizer) for token in tokens):
@@ -149,10 +150,10 @@ def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBa
 
 
 def _packed_rows(table: "pa.Table", packing: LogprobPacking) -> Iterator[TeacherScores | BadRow]:
-    """Decode rows of DistillKit.
+    """Decode rows of a DistillKit file.
 
-    The log-probs at the position of token i predict token i + 1. All tokens except the first one are the response,
-    because the format does not mark the end of the prompt.
+    The log-probs that are stored at position i predict token i + 1. The format does not mark the end of the prompt, so
+    all tokens except the first one count as the response.
     """
     columns = (lists(table[name]) for name in ("input_ids", "compressed_logprobs", "bytepacked_indices"))
     for tokens, logprobs, indices in zip(*columns, strict=True):
@@ -175,12 +176,12 @@ def _packed_rows(table: "pa.Table", packing: LogprobPacking) -> Iterator[Teacher
 
 
 def _position_bytes(values: np.ndarray) -> np.ndarray:
-    """Return the bytes of a row's positions, uint8 [R, B], R > 0."""
+    """Return the bytes of each position of a row, uint8 [R, B]. A row has at least one position."""
     return values.reshape(len(values), -1).astype(np.uint8)
 
 
 def _scores(arrays: Mapping[str, np.ndarray | None], facts: Mapping[str, Any]) -> TeacherScores | BadRow:
-    """Return the arrays of a row in their dtypes, or a `BadRow` if the content has other types."""
+    """Return a row's arrays as `TeacherScores`, or a `BadRow` if an array cannot be converted to its dtype."""
     made: dict[str, Any] = dict(facts)
     for name, values in arrays.items():
         if values is None:
@@ -202,7 +203,7 @@ def _scores(arrays: Mapping[str, np.ndarray | None], facts: Mapping[str, Any]) -
 
 
 def _struct(column: Any) -> dict[str, Any]:
-    """Return a map: name of a field in a struct column -> its values."""
+    """Return the fields of a struct column, as a dict: field name -> values."""
     import pyarrow as pa
 
     whole = column.combine_chunks()
@@ -211,10 +212,10 @@ def _struct(column: Any) -> dict[str, Any]:
 
 
 def lists(column: Any) -> list[np.ndarray | None]:
-    """Return each row's value of a list column, or None for a missing value.
+    """Return the value of a list column in each row, or None where the value is missing.
 
-    A value has the shape [R], or [R, K] for a list of lists. If the inner lists of a row differ in length, the row's
-    value is an array of objects.
+    A list becomes an array [R], and a list of lists becomes an array [R, K]. If the inner lists of a row differ in
+    length, they become an array of objects.
     """
     import pyarrow as pa
 
@@ -239,7 +240,10 @@ def lists(column: Any) -> list[np.ndarray | None]:
 
 
 def _rectangle(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the inner lists with the offsets `places` as one array [R, K], or objects if their lengths differ."""
+    """Return the inner lists of a row as one array [R, K], or as an array of objects if their lengths differ.
+
+    `places` has the offsets of the inner lists in `flat`.
+    """
     widths = np.diff(places)
     if not len(widths):
         return np.zeros((0, 1), flat.dtype)

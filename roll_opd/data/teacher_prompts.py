@@ -1,6 +1,7 @@
-"""Prompts of teachers that get a hint from the row, or a different system message or template from the student's.
+"""Prompts of teachers that have a context.
 
-The student's response tokens follow the teacher's prompt unchanged.
+The context is a hint from the row, or a system message or template that differs from the student's. The student's
+response tokens follow the teacher's prompt unchanged.
 """
 
 import json
@@ -28,17 +29,20 @@ class TeacherPrompts:
     """Renders and tokenises the prompts of teachers that have a context."""
 
     def __init__(self, contexts: Sequence[ContextPlan], tokenizer: "PreTrainedTokenizerBase") -> None:
-        """`tokenizer` is the student's. Raises `DataError` if a teacher's tokenizer cannot be loaded."""
+        """Load the tokenizers of the teachers. Raises `DataError` if a tokenizer cannot be loaded.
+
+        `tokenizer` is the student's tokenizer. It is used for contexts that do not name a tokenizer.
+        """
         self._contexts = {
             context.name: (context, load_tokenizer(context.tokenizer) if context.tokenizer else tokenizer)
             for context in contexts
         }
 
     def texts(self, row: Row, template: str) -> dict[str, PromptText]:
-        """Return a map: teacher that accepts the tag of `row` -> text of the teacher's prompt.
+        """Return the prompt text for each teacher that accepts the tag of `row`, as a dict: teacher -> text.
 
         `template` is used for teachers whose context has no template. Raises `BadRow` if the row lacks a value for a
-        hint, and `DataError` if a template refuses the row.
+        hint. Raises `DataError` if a template refuses the row.
         """
         found = {}
         for name, (context, tokenizer) in self._contexts.items():
@@ -47,7 +51,7 @@ class TeacherPrompts:
         return found
 
     def encode(self, rows: Sequence[Mapping[str, PromptText]]) -> list[dict[str, np.ndarray]]:
-        """Return the tokens of each text of each row, as one array int64 [P] per text."""
+        """Tokenise the texts of each row. Returns a dict for each row: teacher -> tokens, int64 [P]."""
         encoded: list[dict[str, np.ndarray]] = [{} for _ in rows]
         for name, (_, tokenizer) in self._contexts.items():
             numbers = [number for number, texts in enumerate(rows) if name in texts]
@@ -57,7 +61,7 @@ class TeacherPrompts:
         return encoded
 
     def too_long(self, prompts: Mapping[str, np.ndarray]) -> str | None:
-        """Return an error message about the first prompt that exceeds its teacher's limit; None if all fit."""
+        """Return an error message about the first prompt that exceeds its teacher's limit, or None if all fit."""
         for name, tokens in prompts.items():
             context = self._contexts[name][0]
             if len(tokens) > context.prompt_length:
@@ -68,7 +72,7 @@ class TeacherPrompts:
 def read_row(context: ContextPlan, row: Row) -> Row:
     """Return `row` with a teacher's hint and system message.
 
-    Raises `BadRow` if the row has no place for the hint or the system message.
+    Raises `BadRow` if the row has no place for the hint or the system message, or lacks a value that they contain.
     """
     hint, system = context.hint, context.system_prompt
     if row.prompt is not None:
@@ -95,7 +99,7 @@ def read_row(context: ContextPlan, row: Row) -> Row:
 
 
 def names_in(text: str) -> set[str]:
-    """Return the names of the placeholders, which are in braces, in a text."""
+    """Return the names of the placeholders in a text. A placeholder is a name in braces."""
     return {name for name in _PART.findall(text) if name}
 
 

@@ -17,7 +17,7 @@ SHARE_OF_LAST = 100
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """The scores of one answer; an array that the file does not have is None."""
+    """The scores of one answer. An array that is not in the file is None."""
 
     prompt_ids: np.ndarray  # int64 [P]
     response_ids: np.ndarray  # int64 [R]
@@ -44,15 +44,16 @@ class Expected:
 
 
 def problem(scores: TeacherScores, expected: Expected) -> str | None:
-    """Return a sentence about the first inconsistency in a row; None if the row is consistent."""
+    """Return a sentence about the first inconsistency in a row, or None if the row is consistent."""
     with np.errstate(over="ignore", invalid="ignore"):
         return next(_problems(scores, expected), None)
 
 
 def with_rest(scores: TeacherScores) -> np.ndarray | None:
-    """Return the log of the total probability outside the top-k, f32 [R]; None without a top-k.
+    """Return the log-prob of all tokens outside the top-k together, f32 [R], or None without a top-k.
 
-    If the file has no `topk_rest`, this is log(1 - Σp), but at least log(`REST_FLOOR`).
+    This is `topk_rest` if the file has it. Otherwise it is computed as log(1 - Σp), where Σp is the sum of the top-k
+    probabilities. The smallest computed value is log(`REST_FLOOR`).
     """
     if scores.topk_logprobs is None or scores.topk_rest is not None:
         return scores.topk_rest
@@ -61,7 +62,7 @@ def with_rest(scores: TeacherScores) -> np.ndarray | None:
 
 
 def narrowed(scores: TeacherScores, k: int) -> dict[str, np.ndarray]:
-    """Return the `k` most likely tokens of a checked row, as `topk_ids`, `topk_logprobs` and `topk_rest`."""
+    """Return the `k` most likely tokens of a checked row, as a dict: `topk_ids`, `topk_logprobs` and `topk_rest`."""
     ids, logprobs, rest = scores.topk_ids, scores.topk_logprobs, with_rest(scores)
     assert ids is not None and logprobs is not None and rest is not None
     if ids.shape[1] > k:
@@ -132,7 +133,10 @@ def _wrong_ids(scores: TeacherScores, vocab_size: int) -> Iterator[str]:
 
 
 def _not_logprobs(name: str, values: np.ndarray, error: float) -> Iterator[str]:
-    """Return a sentence about a value that cannot be a log-prob; `topk_rest` may be as low as f32 allows."""
+    """Yield a sentence for each kind of value that cannot be a log-prob.
+
+    Values of `topk_rest` have no lower bound, but they must be finite.
+    """
     flat = values.reshape(len(values), -1)
     wrong = {
         "is not finite: an overflow of f16, or not computed": ~np.isfinite(flat),
@@ -176,17 +180,18 @@ def _wrong_topk(scores: TeacherScores) -> Iterator[str]:
 
 
 def _is_renormalised(mass: np.ndarray, last: np.ndarray, error: float) -> bool:
-    """Whether Σp is 1 even where a softmax must give some probability to the tokens outside the top-k.
+    """Whether the top-k is renormalised: its probabilities sum to 1, although other tokens must have some probability.
 
-    If the least likely token of the top-k has probability p, the many other tokens of a vocabulary have at least p /
-    `SHARE_OF_LAST` in total. Positions where this lower bound is below the precision are ignored.
+    The least likely token of the top-k has the probability `last`. The many tokens outside the top-k are assumed to
+    have at least `last` / `SHARE_OF_LAST` in total. Positions where this bound is below the precision `error` are
+    ignored.
     """
     decides = last / SHARE_OF_LAST > error
     return int(decides.sum()) >= FEWEST_POSITIONS and bool((np.abs(1 - mass) <= error * 2)[decides].all())
 
 
 def _contradictions(scores: TeacherScores, tolerance: float) -> Iterator[str]:
-    """Return a sentence if a response token's log-prob contradicts the top-k."""
+    """Yield a sentence if the log-prob of a response token contradicts the top-k."""
     assert scores.logprobs is not None and scores.topk_ids is not None and scores.topk_logprobs is not None
     hit = scores.topk_ids == scores.response_ids[:, None]
     own = scores.logprobs.astype(np.float64)

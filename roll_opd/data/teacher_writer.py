@@ -1,7 +1,8 @@
 """Write a teacher file in parts, so that interrupted scoring can continue after the last complete part.
 
-A part is a parquet file in `.OUTPUT.parts/`, renamed when it is complete. At the end, all parts become one file, which
-is renamed to OUTPUT. Parts that were written with other settings or from another input are discarded.
+A part is a parquet file in `.OUTPUT.parts/`. It gets its final name when it is complete. At the end, all parts are
+joined to one file, which is renamed to OUTPUT. Parts that were written with other settings or from another input are
+discarded.
 
 Legend: R response tokens, K tokens of a top-k.
 """
@@ -68,7 +69,11 @@ class TeacherWriter:
                 yield number, part
 
     def write(self, number: int, rows: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Write part `number`: input rows (`id`, `tokens`, `prompt_length`) and the arrays of `compute_targets`."""
+        """Write the part with this number.
+
+        - `rows`: input rows with `id`, `tokens` and `prompt_length`.
+        - `scores`: arrays of each row, as returned by `compute_targets`.
+        """
         table = self._table(rows, scores)
         partial = self._part(number).with_suffix(".partial")
         _write([table], partial, table.schema)
@@ -119,7 +124,7 @@ def digest_of(path: Path) -> str:
 
 
 def _lists(values: Sequence[np.ndarray]) -> "pa.Array":
-    """Return arrays [R] as lists, and arrays [R, K] as lists of lists."""
+    """Return a column with one value per array: a list for an array [R], a list of lists for an array [R, K]."""
     import pyarrow as pa
 
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)

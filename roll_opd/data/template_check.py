@@ -1,10 +1,14 @@
 """Detect messages, tools, tool calls and thoughts that a chat template drops without an error.
 
-There are two checks. The first check is a probe, which is made once for each shape of conversation. The probe replaces
-every text, tool and call with a marker, and searches the rendered text for the markers. With markers, a short text that
-also occurs elsewhere is not mistaken for a rendered part. The second check searches for the texts themselves. It finds
-omissions that depend on the text, such as thoughts that a template removes. Templates may trim, escape and reorder
-texts.
+There are two checks:
+
+- A probe is made once for each shape of conversation. It replaces every text, tool and call with a marker, renders the
+  conversation, and searches the result for the markers. With markers, a short text that also occurs elsewhere is not
+  mistaken for a rendered part.
+- The second check searches for the texts themselves in each rendered conversation. It finds omissions that depend on
+  the text, such as thoughts that a template removes.
+
+Templates may trim, escape and reorder texts.
 """
 
 import json
@@ -28,12 +32,19 @@ _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
 class TemplateOmission(Exception):
-    """A chat template drops a part of a conversation; the error's text continues the words "the chat template"."""
+    """Raised if a chat template drops a part of a conversation.
+
+    The message is the rest of a sentence that starts with "the chat template".
+    """
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """How a template treats one shape of conversation: the form of tool calls that it needs, and the parts it drops."""
+    """How a template renders one shape of conversation.
+
+    - `form`: the form of tool calls that the template needs.
+    - `lost`: the parts that the template drops.
+    """
 
     form: tuple[bool, bool] = _FORMS[0]
     lost: tuple[str, ...] = ()
@@ -43,10 +54,10 @@ _SHAPES: dict[tuple, _Shape] = {}
 
 
 def render_complete(write: Write, source: str, variant: str, messages: Messages, tools: list[dict[str, Any]]) -> str:
-    """Return a conversation rendered by the template `source`; raises `TemplateOmission` if the text lacks a part.
+    """Render a conversation with the template `source`. Raises `TemplateOmission` if the text lacks a part.
 
-    The results of probes are cached. `source` and `variant` identify `write` in the cache. Errors that the template
-    raises are not caught.
+    `write` renders the conversation. The results of probes are cached, and (`source`, `variant`) identifies `write` in
+    the cache. Errors that the template raises are not caught.
     """
     shape = _shape(write, (source, variant), messages, tools)
     text = write(_in_form(messages, shape.form), tools)
@@ -64,9 +75,10 @@ def render_complete(write: Write, source: str, variant: str, messages: Messages,
 
 
 def omission(tokenizer: Any, messages: Messages) -> str | None:
-    """Return the text of `TemplateOmission` for the tokenizer's template; None if no part is dropped.
+    """Return which part the tokenizer's template drops, or None if it drops no part.
 
-    Also returns None if the template raises an error, because this error is reported when the conversation is rendered.
+    The returned text is the message of `TemplateOmission`. If the template raises an error, the result is None, because
+    this error is reported when the conversation is rendered.
     """
 
     def write(messages: Messages, tools: list[dict[str, Any]]) -> str:
@@ -84,10 +96,11 @@ def omission(tokenizer: Any, messages: Messages) -> str | None:
 def omission_of_shape(
     write: Write, source: str, variant: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return the text of `TemplateOmission` for a client's conversation; None if no part is dropped.
+    """Return which part of a client's conversation a template drops, or None if it drops no part.
 
-    Each shape of conversation is probed once. The rendered text is not searched for the texts of the conversation. Also
-    returns None if a content is not text, or if the template raises an error.
+    The returned text has the form of a message of `TemplateOmission`. Each shape of conversation is probed once; the
+    rendered text is not searched for the texts of the conversation. The result is also None if a content is not text,
+    or if the template raises an error.
     """
     contents = [message.get("content") for message in messages]
     if not all(isinstance(content, str | None) for content in contents):
@@ -119,7 +132,7 @@ def check_answer(answer: Mapping[str, Any], text: str) -> None:
 
 
 def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Whether `text` lacks the content of a turn with tool calls, since some templates render only the calls."""
+    """Whether `text` lacks the content of a turn with tool calls. Some templates render only the calls."""
     contents = [visible(message) for message in messages if message.get("tool_calls")]
     if not any(map(str.strip, contents)):
         return False
@@ -130,7 +143,8 @@ def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> b
 def visible(message: Mapping[str, Any]) -> str:
     """Return the text of a message that must be in the prompt.
 
-    The text omits parts that templates may drop: thoughts of earlier turns, and switches such as `/no_think`.
+    The text omits parts that templates may drop: thoughts of an assistant turn, and a message that has only switches
+    such as `/no_think`.
     """
     if _SWITCHES.fullmatch(message["content"]):
         return ""
@@ -160,7 +174,7 @@ class _RenderedText:
         return _squeezed(part) in self._text
 
     def has(self, part: str) -> bool:
-        """Whether a text occurs (verbatim or escaped as JSON), or most of its words occur."""
+        """Whether the text contains `part` (verbatim or escaped as JSON), or most of the words of `part`."""
         if self.exactly(part):
             return True
         if any(self.exactly(json.dumps(part, ensure_ascii=ascii_)[1:-1]) for ascii_ in (False, True)):
@@ -185,7 +199,10 @@ def _shape(write: Write, key: tuple[str, str], messages: Messages, tools: list[d
 
 
 def _probed(write: Write, messages: Messages, tools: list[dict[str, Any]]) -> _Shape:
-    """Render a marked conversation with each form of tool calls; return the first form that drops the fewest parts."""
+    """Probe a template with each form of tool calls. Returns the shape with the fewest dropped parts.
+
+    If several forms drop equally few parts, the first one is returned.
+    """
     marked, marked_tools, marks = _marked(messages, tools)
     has_calls = any(message.get("tool_calls") for message in messages)
     tried = []
@@ -199,9 +216,9 @@ def _probed(write: Write, messages: Messages, tools: list[dict[str, Any]]) -> _S
 
 
 def _marked(messages: Messages, tools: list[dict[str, Any]]) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
-    """Return a conversation and tools with markers, and a map from each marker to the part that it replaces.
+    """Return (conversation, tools, marks), with a marker in place of each text, tool and call.
 
-    The markers replace texts, tools and calls.
+    `marks` maps each marker to the name of the part that it replaces.
     """
     marks: dict[str, str] = {}
 

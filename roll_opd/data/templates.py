@@ -1,8 +1,10 @@
-"""Render rows with a chat template (the tokenizer's, or a template that ROLL names), and tokenise them.
+"""Render rows with a chat template, and tokenise them.
 
-A conversation is rendered by the template; a plain `prompt` is tokenised unchanged. A sequence gets a
-beginning-of-sequence token (BOS) if the tokenizer adds one; no other special token is added. Templates that write the
-date get the date on which the run started, in every process and after a resume.
+The template is the tokenizer's, or one of the templates that ROLL names. It renders conversations; a plain `prompt` is
+tokenised unchanged. A sequence gets a beginning-of-sequence token (BOS) if the tokenizer adds one. No other special
+token is added.
+
+If a template writes the date, it writes the date on which the run started, in every process and also after a resume.
 """
 
 import json
@@ -27,9 +29,10 @@ _PROBE = "a"  # any text
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]:
-    """Return the token ids of each text, with the BOS for texts that begin a sequence (`begins`).
+    """Return the token ids of each text.
 
-    A text that already starts with the BOS (possibly after blanks) gets no second BOS.
+    `begins` has an entry for each text: whether the text begins a sequence. Such a text gets the BOS that the tokenizer
+    adds. A text that already starts with the BOS (possibly after blanks) gets no second BOS.
     """
     if not texts:
         return []
@@ -45,7 +48,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> l
 
 
 def added_bos(tokenizer: Any) -> int | None:
-    """Return the id of the BOS that `tokenizer` adds before a text; None if it adds no BOS."""
+    """Return the id of the BOS that `tokenizer` adds before a text, or None if it adds no BOS."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return None
@@ -64,7 +67,7 @@ def set_date(moment: datetime) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables that carry the run's date to another process."""
+    """Return the environment variables that pass the run's date to another process."""
     return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
 
 
@@ -74,9 +77,9 @@ def writes_date(tokenizer: Any) -> bool:
 
 
 def with_date(tokenizer: Any, moment: datetime | None = None) -> Any:
-    """Return `tokenizer` with `moment` as the date of its chat template.
+    """Return `tokenizer` with `moment` as the date that its chat template writes.
 
-    Without `moment`, the date is the run's date if it is set, else the current date.
+    If `moment` is None, the date is the run's date if that is set, and otherwise the current date.
     """
     if writes_date(tokenizer):
         moment = moment or (datetime.fromisoformat(os.environ[VARIABLE]) if VARIABLE in os.environ else datetime.now())
@@ -109,9 +112,10 @@ BASE = (
 class PromptText:
     """Text to tokenise.
 
-    If `begins` is set, the text begins a sequence, and a beginning-of-sequence token is added; see `token_ids`. Raises
-    `DataError` for text that is not valid UTF-8, since parts of a row that only a template reads have not been checked
-    before.
+    If `begins` is set, the text begins a sequence and gets the BOS that the tokenizer adds (see `token_ids`).
+
+    Raises `DataError` for text that is not valid UTF-8. Parts of a row that only a template reads are checked here for
+    the first time.
     """
 
     text: str
@@ -125,19 +129,20 @@ class PromptText:
 
 
 class UnusableTemplate(DataError):
-    """A chat template that cannot render any row."""
+    """Raised if a chat template cannot render any row."""
 
 
 class NoChatTemplate(UnusableTemplate):
-    """The tokenizer lacks the chat template that the rows need."""
+    """Raised if the tokenizer lacks the chat template that the rows need."""
 
 
 @dataclass(frozen=True)
 class Template:
     """Renders a conversation as text.
 
-    `prompt` renders the part up to the answer; `whole` also renders an answer. If `whole` is None, the answer's text
-    follows the prompt unchanged and ends with the end-of-sequence token.
+    - `prompt`: function that renders the part before the answer.
+    - `whole`: function that renders the conversation with an answer. If it is None, the text of the answer follows the
+      prompt unchanged and ends with the end-of-sequence token.
     """
 
     prompt: Callable[["PreTrainedTokenizerBase", Row], str]
@@ -151,9 +156,9 @@ class Template:
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a Hugging Face model directory; its chat template gets the run's date.
+    """Load the tokenizer of a Hugging Face model directory. Raises `DataError` on failure.
 
-    Raises `DataError` on failure.
+    The chat template of the tokenizer gets the run's date.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -177,8 +182,8 @@ def _tokenizer_class(path: str) -> str | None:
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
     """Return the prompt text of `row`, up to the start of the answer.
 
-    `template` is one of `TEMPLATES`. Raises `DataError` if the name is unknown or the template refuses the
-    conversation, and `NoChatTemplate` if the tokenizer has no template.
+    `template` is one of `TEMPLATES`. Raises `DataError` if the name is unknown or if the template refuses the
+    conversation. Raises `NoChatTemplate` if the tokenizer has no template.
     """
     if template not in TEMPLATES:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
@@ -191,11 +196,11 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
 def render_answer(
     tokenizer: "PreTrainedTokenizerBase", row: Row, answer: Mapping[str, Any], prompt: PromptText, template: str
 ) -> PromptText:
-    """Return the rendered text of `answer`, which follows `prompt`, up to the end-of-sequence token.
+    """Return the rendered text of `answer`, up to and including the end-of-sequence token.
 
-    `prompt` is the result of `render_prompt`. The answer is tokenised separately, like sampled responses, so that the
-    prompt's tokens are a prefix of the conversation's tokens. Raises `DataError` if the prompt is not a prefix of the
-    rendered conversation.
+    `prompt` is the result of `render_prompt`; the answer follows it. The answer is tokenised separately, like sampled
+    responses, so that the tokens of the prompt are a prefix of the tokens of the conversation. Raises `DataError` if
+    the prompt is not a prefix of the rendered conversation.
     """
     end = tokenizer.eos_token or ""
     whole = TEMPLATES[template].whole
@@ -216,7 +221,7 @@ def render_answer(
 
 
 def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) -> Any:
-    """Return the text from `write(*values)`; raises `DataError` if the template drops a part of the row."""
+    """Return the text that `write(*values)` renders. Raises `DataError` if the template drops a part of the row."""
     try:
         return write(*values)
     except TemplateOmission as left:
@@ -224,12 +229,12 @@ def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) 
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
-    """Return the token ids of each text, in order; texts are tokenised in parallel."""
+    """Return the token ids of each text, in order. The texts are tokenised in parallel."""
     return token_ids(tokenizer, [text.text for text in texts], [text.begins for text in texts])
 
 
 def _chat(chat_template: str | None = None, **variables: Any) -> Template:
-    """Return a template that renders with `chat_template`, by default the tokenizer's."""
+    """Return a template that renders with `chat_template`. If it is None, the tokenizer's template is used."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row, *answer: Mapping[str, Any]) -> str:
         import jinja2
@@ -263,7 +268,7 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
 
 
 def _around(before: str, after: str) -> Template:
-    """Return a template that puts fixed text around a single user message, for models without chat training."""
+    """Return a template that puts fixed text around a single user message. For models without chat training."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
         if [message["role"] for message in row.messages] != ["user"]:

@@ -24,7 +24,10 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]  # observation, reward, ter
 
 
 class EnvironmentFailure(ValueError):
-    """An environment cannot be found, created or stepped; the text has its name, the place and a remedy."""
+    """Raised if an environment cannot be found, created or stepped.
+
+    The message has the name of the environment, the place of the problem and a remedy.
+    """
 
 
 class Environment:
@@ -68,14 +71,17 @@ AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 def read_reset(returned: Any, name: str) -> Reset:
-    """Return the result of `reset` as (text, info); raises `EnvironmentFailure` if the result has another form."""
+    """Return the result of `reset` as (text, info). Raises `EnvironmentFailure` if the result has another form."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise EnvironmentFailure(f"{name}: reset returned {_kind(returned)}; return (observation, info)")
     return _text(returned[0], name, "reset"), _info(returned[1], name, "reset")
 
 
 def read_step(returned: Any, name: str) -> Step:
-    """Return the result of `step` as (text, finite reward, bool, bool, info); raises `EnvironmentFailure`."""
+    """Return the result of `step` as (observation, reward, terminated, truncated, info).
+
+    Raises `EnvironmentFailure` if the result has another form, or if the reward is not a finite number.
+    """
     if not isinstance(returned, tuple | list) or len(returned) != 5:
         raise EnvironmentFailure(
             f"{name}: step returned {_kind(returned)}; return (observation, reward, terminated, truncated, info)"
@@ -142,7 +148,7 @@ def _mode(value: Any, what: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the Python value of a numpy or torch scalar; None for an array."""
+    """Return the Python value of a numpy or torch scalar, or None for an array."""
     try:
         return getattr(value, "item", lambda: value)()
     except (TypeError, ValueError, RuntimeError):

@@ -1,7 +1,12 @@
 """Find, check and create environments named in a configuration.
 
-A name is one of: a registered name (`frozen_lake`), a ROLL class path, a dotted path to a user's class, a gymnasium
-game (`gymnasium:Taxi-v3`), a GEM id with a colon (`game:GuessTheNumber-v0`).
+A name has one of these forms:
+
+- a registered name (`frozen_lake`);
+- a ROLL class path;
+- a dotted path to a user's class;
+- a gymnasium game (`gymnasium:Taxi-v3`);
+- a GEM id with a colon (`game:GuessTheNumber-v0`).
 """
 
 import importlib
@@ -18,7 +23,7 @@ GEM_PACKAGE = "gem-llm"  # name of the package on PyPI; its module is `gem`
 
 
 def find(env_type: str) -> Callable[..., Any]:
-    """Return the constructor of environment `env_type`; raises `EnvironmentFailure` if there is no constructor."""
+    """Return the constructor of environment `env_type`. Raises `EnvironmentFailure` if there is no constructor."""
     if env_type in NEEDS:
         raise EnvironmentFailure(f"env_type {env_type}: {NEEDS[env_type]}")
     if env_type.startswith("roll."):
@@ -38,10 +43,11 @@ def find(env_type: str) -> Callable[..., Any]:
 
 
 def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the problems of an environment's name and arguments, one sentence each; empty if it can be created.
+    """Return the problems of an environment's name and arguments, one sentence each.
 
-    Built-in and gymnasium environments are created with these arguments and reset once, except `http`, which would
-    contact its server. Environments of users and of GEM are not created, because they may load a model or data.
+    The list is empty if no problem was found. Built-in and gymnasium environments are created with these arguments and
+    reset once. The environment `http` is created but not reset, because a reset would contact its server. Environments
+    of users and of GEM are not created, because they may load a model or data.
     """
     try:
         problems = _argument_problems(env_type, find(env_type), config)
@@ -56,9 +62,9 @@ def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def check_declared(env_type: str, config: Mapping[str, Any], has_plugins: bool = False) -> list[str]:
-    """Return the problems that `check` finds without creating an environment or importing outside this package.
+    """Return the problems that can be found without creating an environment or importing modules outside this package.
 
-    `has_plugins`: unknown names are accepted, because the user's modules may register them.
+    `has_plugins`: whether user modules may register environments. If they may, unknown names are accepted.
     """
     plain = "." not in env_type and ":" not in env_type
     if not (plain or env_type.startswith("roll.")) or (has_plugins and env_type not in {*NEEDS, *ENVIRONMENTS.builtin}):
@@ -72,7 +78,7 @@ def check_declared(env_type: str, config: Mapping[str, Any], has_plugins: bool =
 def make(env_type: str, /, **config: Any) -> Any:
     """Create environment `env_type` with the arguments `config`.
 
-    Raises `EnvironmentFailure` for an unknown name, for wrong arguments, and if the constructor fails.
+    Raises `EnvironmentFailure` if the name is unknown, if the arguments are wrong, or if the constructor fails.
     """
     maker = find(env_type)
     problems = _argument_problems(env_type, maker, config)
@@ -89,7 +95,10 @@ def make(env_type: str, /, **config: Any) -> Any:
 
 
 def located(env_type: str) -> str:
-    """Return an importable name of an environment for other processes; raises `EnvironmentFailure` if none exists."""
+    """Return a name under which other processes can import an environment.
+
+    Raises `EnvironmentFailure` if there is no such name.
+    """
     if env_type in NEEDS:
         find(env_type)  # raises
     return env_type if ":" in env_type or env_type.startswith("roll.") else ENVIRONMENTS.located(env_type)
@@ -104,7 +113,7 @@ def _argument_problems(env_type: str, maker: Callable[..., Any], config: Mapping
 
 
 def _gem(env_type: str) -> Any:
-    """Import GEM and check the id; raises `EnvironmentFailure` if GEM or the id is missing."""
+    """Import GEM and check that it has the id `env_type`. Raises `EnvironmentFailure` if GEM or the id is missing."""
     try:
         gem = importlib.import_module("gem")
         known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
@@ -151,7 +160,7 @@ NEEDS = {
 
 
 def name_of_roll(path: str) -> str:
-    """Return this package's name for a ROLL class path; raises `EnvironmentFailure` if there is no counterpart."""
+    """Return this package's name for a ROLL class path. Raises `EnvironmentFailure` if there is no counterpart."""
     name = CLASSES.get(path.replace(":", ".").rpartition(".")[2])
     if name is None:
         raise EnvironmentFailure(

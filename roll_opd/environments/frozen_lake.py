@@ -1,5 +1,7 @@
-"""`frozen_lake`: walk over ice to the goal, around the holes. Maps, slips, symbols and rewards equal ROLL's
-`frozen_lake` for the same seed (gymnasium's FrozenLake with random start and goal).
+"""`frozen_lake`: walk over ice to the goal, and avoid the holes.
+
+For the same seed, the maps, slips, symbols and rewards equal those of ROLL's `frozen_lake`. That game is gymnasium's
+FrozenLake with a random start and goal.
 """
 
 from collections import deque
@@ -39,7 +41,10 @@ SLIPS = " The ice is slippery: you may move to the side of where you want to go.
 
 @ENVIRONMENTS.register("frozen_lake")
 class FrozenLake(Game):
-    """Frozen lake: reward 1 at the goal, else 0; a hole ends the game. A valid action always counts as a turn."""
+    """Frozen lake. The reward is 1 at the goal, else 0. A hole ends the game.
+
+    A valid action counts as a turn even if the player does not move.
+    """
 
     def __init__(
         self,
@@ -60,7 +65,7 @@ class FrozenLake(Game):
     ) -> None:
         """`p` is the probability that a cell is ice.
 
-        If `map_seed` is set, all episodes use the map of this seed, and the seed of an episode determines only the
+        If `map_seed` is set, all episodes use the map of this seed. The seed of an episode then determines only the
         slips.
         """
         only_text(render_mode)
@@ -115,7 +120,7 @@ class FrozenLake(Game):
     def solve(self) -> list[str]:
         """Return the action names of a shortest path to the goal, without slips.
 
-        Raises `EnvironmentFailure` if there is no path (the player is in a hole, or `action_lookup` lacks a direction).
+        Raises `EnvironmentFailure` if there is no path: the player is in a hole, or `action_lookup` lacks a direction.
         """
         way = shortest_way(self._ice, self._player, self._goal, list(self._names or MOVES))
         if way is None:
@@ -124,7 +129,7 @@ class FrozenLake(Game):
 
 
 def draw_map(random: np.random.Generator, size: int, p: float) -> tuple[np.ndarray, Cell, Cell]:
-    """Return (ice bool [size, size], start, goal) of the first solvable map."""
+    """Return (ice, start, goal) of the first solvable map. `ice` is bool [size, size]."""
     for _ in range(MAX_MAPS):
         ice = random.choice(2, (size, size), p=[p, 1 - p]) == 0
         start, goal = ((int(row), int(column)) for row, column in (random.integers(size, size=2) for _ in range(2)))
@@ -137,7 +142,7 @@ def draw_map(random: np.random.Generator, size: int, p: float) -> tuple[np.ndarr
 
 
 def shortest_way(ice: np.ndarray, start: Cell, goal: Cell, actions: Sequence[int]) -> list[int] | None:
-    """Return the actions of a shortest path over ice; None if there is none."""
+    """Return the actions of a shortest path over the ice, or None if there is no path."""
     if not ice[start]:
         return None
     ways: dict[Cell, list[int]] = {start: []}
@@ -160,7 +165,7 @@ def _moved(cell: Cell, action: int, size: int) -> Cell:
 
 
 def _cells(map_lookup: Mapping[Any, int] | None) -> dict[str, int]:
-    """Return map letter -> symbol number; ROLL writes the letters as bytes."""
+    """Return a dict: letter of a map -> number of its symbol. ROLL writes the letters as bytes."""
     own = {(key.decode() if isinstance(key, bytes) else str(key)): value for key, value in (map_lookup or {}).items()}
     if not own.keys() <= CELLS.keys() or not set(own.values()) <= SYMBOLS.keys():
         raise EnvironmentFailure(

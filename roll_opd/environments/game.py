@@ -1,4 +1,7 @@
-"""`Game`: base of the built-in games, with turn limits, action parsing, tables of symbols, and the `info` of a turn."""
+"""`Game`: base class of the built-in games, with turn limits and the `info` of a turn.
+
+The module also parses the actions of a response and checks the tables of symbols and actions in a configuration.
+"""
 
 import operator
 from abc import ABC, abstractmethod
@@ -63,11 +66,11 @@ class ActionReader:
         self._special_tokens = [token for token in special_tokens or () if token]
 
     def add_names(self, names: Mapping[str, Any]) -> None:
-        """Add alternative names of actions: lower-case text -> key."""
+        """Add alternative names of actions, as a dict: lower-case name -> key."""
         self._keys = {**names, **(self._keys or {})}
 
     def read(self, response: Any) -> Action:
-        """Return the first action in a response, or INVALID if there is no action. The response may have any type."""
+        """Return the first action in a response, or INVALID if there is none, for example because it is not a text."""
         if not isinstance(response, str):
             return INVALID
         for token in self._special_tokens:
@@ -87,9 +90,9 @@ TEXT = "text"  # the only render mode
 
 
 def numbered(name: str, table: Mapping[Any, str], known: Collection[int]) -> dict[int, str]:
-    """Return the table with integers as keys; raises `EnvironmentFailure` unless all keys are known numbers.
+    """Return `table` with integers as keys. Raises `EnvironmentFailure` unless all keys are in `known`.
 
-    In the given table, the keys may be integers or texts.
+    The keys of the given table may be integers or texts.
     """
     try:
         found = {int(key): str(value) for key, value in table.items()}
@@ -102,7 +105,7 @@ def numbered(name: str, table: Mapping[Any, str], known: Collection[int]) -> dic
 
 
 def complete(name: str, table: Mapping[Any, str] | None, default: Mapping[int, str]) -> dict[int, str]:
-    """Return the configured table of symbols; missing symbols get the defaults."""
+    """Return the configured table of symbols. Missing symbols get the defaults."""
     return {**default, **numbered(name, table, default)} if table is not None else dict(default)
 
 
@@ -115,7 +118,7 @@ def explained(instruction: str, symbols: Mapping[str, str], actions: Mapping[int
 
 
 def only_text(render_mode: str) -> None:
-    """Check the render mode; raise `EnvironmentFailure` unless it is text."""
+    """Raise `EnvironmentFailure` unless the render mode is text."""
     if render_mode != TEXT:
         raise EnvironmentFailure(f"render_mode is {render_mode!r}; set {TEXT}: images are not supported")
 
@@ -147,7 +150,11 @@ class Game(Environment, ABC):
         action_pattern: str,
         special_token_list: Sequence[str] | None,
     ) -> None:
-        """`instruction` opens an episode; `format_penalty` (negative) is the reward of a turn without valid action."""
+        """Create a game.
+
+        - `instruction`: text that opens an episode.
+        - `format_penalty`: negative reward of a turn without a valid action.
+        """
         at_least("max_steps", max_steps, 1)
         self._instruction, self._max_steps, self._format_penalty = instruction, max_steps, float(format_penalty)
         self._names = action_lookup
@@ -176,13 +183,13 @@ class Game(Environment, ABC):
         """Whether the game is won."""
 
     def reset(self, seed: int | None = None) -> Reset:
-        """Start the episode of `seed`; without a seed, a random episode."""
+        """Start the episode of `seed`. Without a seed, a random episode starts."""
         self.begin(checked_seed(seed))
         self._turn, self._playing = 0, True
         return self.render(), {"env_instruction": self._instruction}
 
     def step(self, action: str) -> Step:
-        """Play the action in a response; raises `EnvironmentFailure` outside of an episode."""
+        """Play the action in a response. Raises `EnvironmentFailure` if no episode is active."""
         if not self._playing:
             raise EnvironmentFailure(f"{type(self).__name__}: no episode is active; call reset")
         self._turn += 1
@@ -213,7 +220,7 @@ class Game(Environment, ABC):
 
 
 def checked_seed(seed: int | None) -> int | None:
-    """Return a seed for numpy; raises `EnvironmentFailure` unless it is an integer of at least 0."""
+    """Return a seed for numpy. Raises `EnvironmentFailure` unless the seed is None or an integer of at least 0."""
     try:
         number = None if seed is None else operator.index(seed)
     except TypeError:
@@ -224,11 +231,11 @@ def checked_seed(seed: int | None) -> int | None:
 
 
 def random_numbers(seed: int | None) -> np.random.Generator:
-    """Return a random generator that is reproducible in any process."""
+    """Return a random generator. The same seed gives the same numbers in every process."""
     return np.random.default_rng(seed)
 
 
 def at_least(name: str, value: float, least: float) -> None:
-    """Raise `EnvironmentFailure` if an argument is below `least`."""
+    """Raise `EnvironmentFailure` if the argument `name` has a value below `least`."""
     if not value >= least:
         raise EnvironmentFailure(f"{name} is {value!r}; set a number of at least {least:g}")

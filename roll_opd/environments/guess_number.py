@@ -13,7 +13,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("guess_number")
 class GuessNumber(Game):
-    """Number guessing: reward 1 for the number, else 0. An invalid guess counts as a turn."""
+    """Number guessing. The reward is 1 for the right number, else 0. An invalid guess counts as a turn."""
 
     def __init__(
         self,
@@ -25,7 +25,10 @@ class GuessNumber(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`max_steps` is the number of guesses. With bisection, it is enough for 2 ** max_steps - 1 numbers."""
+        """`max_steps` is the number of guesses.
+
+        With bisection, this many guesses are enough for 2 ** `max_steps` - 1 numbers.
+        """
         if max_number <= min_number:
             raise EnvironmentFailure(f"max_number is {max_number}; it must be greater than min_number ({min_number})")
         if max_number - min_number >= 2**62:
@@ -90,7 +93,7 @@ class GuessNumber(Game):
 
 
 def whole_number(text: str) -> int | None:
-    """Parse an integer of at most 30 characters; return None if the text is not such an integer."""
+    """Return the integer in a text, or None if the text is not an integer of at most 30 characters."""
     try:
         return int(text) if len(text) <= 30 else None
     except ValueError:

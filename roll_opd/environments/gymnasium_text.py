@@ -67,7 +67,7 @@ KNOWN = {
 
 @ENVIRONMENTS.register("gymnasium")
 class GymnasiumText(Game):
-    """A gymnasium game, named like `gymnasium:Taxi-v3`, with the rewards and termination of the game."""
+    """A gymnasium game, such as `gymnasium:Taxi-v3`. The rewards and the termination are those of the game."""
 
     def __init__(
         self,
@@ -80,9 +80,12 @@ class GymnasiumText(Game):
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
         **options: Any,
     ) -> None:
-        """Create the game with id `game`; `max_steps` is an additional limit, `options` go to `gymnasium.make`.
+        """Create the game with the id `game`.
 
-        Actions can be given by name or number.
+        - `max_steps`: limit of turns, in addition to limits of the game.
+        - `options`: arguments for `gymnasium.make`.
+
+        An action can be given by its name or its number.
         """
         self._game = game
         self._known = KNOWN.get(game.rpartition("/")[2].partition("-")[0])

@@ -1,13 +1,15 @@
-"""`http` environment: client for `POST {url}/reset` and `POST {url}/step` with JSON; `serve` is the server.
+"""`http` environment: client of an environment server. The module `serve` is such a server.
 
-- /reset takes {seed, episode} and returns {observation, info}, and also `repeats: true` if repeated steps are
-  idempotent;
-- /step takes {episode, step, action}, `step` counting from 1, and returns {observation, reward, terminated, truncated,
-  info};
-- /close takes {episode}; this path is optional.
+The client sends three kinds of POST requests with JSON:
 
-A failed request is retried if this is safe. Retrying a reset is safe because the request has the episode's id. A step
-is retried only if the server announced `repeats` or the request was not sent.
+- {url}/reset takes {seed, episode} and returns {observation, info}. The response also has `repeats: true` if repeated
+  steps are idempotent.
+- {url}/step takes {episode, step, action} and returns {observation, reward, terminated, truncated, info}. Steps are
+  counted from 1.
+- {url}/close takes {episode}. A server may omit this path.
+
+A failed request is retried if this is safe. A reset is always safe to retry, because the request has the episode's id.
+A step is retried only if the server announced `repeats`, or if the request was not sent.
 """
 
 import contextlib
@@ -45,7 +47,11 @@ class RemoteEnvironment(Environment):
     def __init__(
         self, url: str, timeout: float = 60.0, retries: int = 3, headers: Mapping[str, str] | None = None
     ) -> None:
-        """`timeout`: seconds per request; `retries`: number of retries of idempotent requests. Connects at `reset`."""
+        """Create a client. It connects to the server at `reset`.
+
+        - `timeout`: seconds per request.
+        - `retries`: maximum number of times that a request is retried.
+        """
         at_least("retries", retries, 0)
         if not 0 < timeout < 10**6:
             raise EnvironmentFailure(f"timeout is {timeout}; set seconds above 0")
@@ -59,7 +65,7 @@ class RemoteEnvironment(Environment):
         self._step, self._repeats = 0, False
 
     def reset(self, seed: int | None = None) -> Reset:
-        """Start an episode on the server; raises `EnvironmentFailure` with the address."""
+        """Start an episode on the server. Raises `EnvironmentFailure` with the server's address."""
         self._end_episode()
         self._episode, self._step = uuid.uuid4().hex, 0
         found = self._post("reset", {"seed": checked_seed(seed), "episode": self._episode}, again=True)
@@ -82,7 +88,7 @@ class RemoteEnvironment(Environment):
         self._client.close()
 
     def _end_episode(self) -> None:
-        """Notify the server that the episode has ended; ignore errors, because servers limit episodes anyway."""
+        """Notify the server that the episode has ended. Errors are ignored, because servers limit episodes anyway."""
         if self._episode is not None:
             with contextlib.suppress(httpx.HTTPError):
                 self._client.post(f"{self._url}/close", json={"episode": self._episode}, timeout=CLOSE_SECONDS)
@@ -91,8 +97,8 @@ class RemoteEnvironment(Environment):
     def _post(self, path: str, request: dict[str, Any], again: bool) -> dict[str, Any]:
         """Send a request and return the response.
 
-        A request that did not reach the server is retried. If `again` is set, the request is also retried after a lost
-        response or an error of the server.
+        A request that did not reach the server is retried. If `again` is set, the request is also retried if the
+        response is lost or the server reports an error.
         """
         address, wait = f"{self._url}/{path}", FIRST_WAIT
         body = json.dumps(request)  # ASCII, because a model's text may have a lone surrogate
@@ -115,7 +121,7 @@ class RemoteEnvironment(Environment):
 
 
 def _object(answer: httpx.Response, address: str) -> dict[str, Any]:
-    """Return the JSON object of a response; raises `EnvironmentFailure` with the server's error message."""
+    """Return the JSON object of a response. Raises `EnvironmentFailure` with the server's error message."""
     try:
         found = answer.json()
     except (ValueError, RecursionError):

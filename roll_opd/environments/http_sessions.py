@@ -1,6 +1,6 @@
-"""Episodes of an environment server: each has a pooled environment, and its requests are idempotent.
+"""Episodes of an environment server. Each episode has an environment from a pool.
 
-Each episode keeps its last response, so that repeating a request does not take a second step.
+Requests are idempotent: each episode keeps its last response, so a repeated request does not take a second step.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from roll_opd.environments.environment_interface import EnvironmentFailure, read
 
 
 class Refused(Exception):
-    """Rejected request with its HTTP status."""
+    """Raised if a request is rejected. `status` is the HTTP status of the response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -58,10 +58,10 @@ class Episodes:
             return self._answer(episode, 0, lambda: self._first(episode))
 
     def step(self, identifier: str, number: int | None, action: str) -> dict[str, Any]:
-        """Play the step `number`, counted from 1, or the next step if `number` is None.
+        """Play a step and return the response.
 
-        A repeated request gets the last response again. Raises `Refused` if `number` is neither the last nor the next
-        step, and for an unknown episode.
+        `number` is the number of the step, counted from 1. None means the next step. A repeated request gets the last
+        response again. Raises `Refused` if the episode is unknown, or if the step is neither the last nor the next one.
         """
         with self._lock:
             episode = self._episodes.get(identifier)
@@ -79,7 +79,7 @@ class Episodes:
             return self._answer(episode, wanted, lambda: self._next(episode.environment, action))
 
     def close(self, identifier: str) -> dict[str, Any]:
-        """End an episode; an unknown episode is ignored."""
+        """End an episode. An unknown episode is ignored."""
         with self._lock:
             episode = self._episodes.pop(identifier, None)
         if episode is not None:
@@ -150,6 +150,6 @@ class Episodes:
 
 
 def _close(environment: Any) -> None:
-    """Close an environment; a missing or failing `close` is ignored."""
+    """Close an environment. A missing `close` method and errors are ignored."""
     with contextlib.suppress(Exception):
         getattr(environment, "close", lambda: None)()

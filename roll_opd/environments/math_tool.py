@@ -54,15 +54,20 @@ def tool_program(response: str) -> str | None:
 
 
 class PythonTool:
-    """A thread-safe runner of programs. Tools with equal limits share a pool with one process per CPU."""
+    """Thread-safe runner of Python programs. Tools with equal limits share a pool with one process per CPU."""
 
     def __init__(self, seconds: float, unsafe: bool = False, most_characters: int = 4000) -> None:
-        """Create a runner with `seconds` of CPU per program; `unsafe`: no sandbox. Processes start on first use."""
+        """Create a runner. Its processes start on first use.
+
+        - `seconds`: CPU time of each program.
+        - `unsafe`: whether programs run without a sandbox.
+        - `most_characters`: largest number of characters of the output that are returned.
+        """
         self._limits = CaseLimits(cpu_seconds=math.ceil(seconds), wall_seconds=2.0 * seconds)
         self._unsafe, self._most = unsafe, most_characters
 
     def run(self, program: str) -> str:
-        """Return a program's output, with the reason if it was stopped.
+        """Return the output of a program. If the program was stopped, the output ends with the reason.
 
         Raises `EnvironmentFailure` if this machine has no sandbox.
         """
@@ -89,7 +94,7 @@ _STARTING = threading.Lock()
 
 
 def _pool(limits: CaseLimits, unsafe: bool) -> tuple[SandboxPool, threading.Semaphore]:
-    """Return this process's sandbox pool for these limits, and the pool's semaphore."""
+    """Return (pool, semaphore): this process's sandbox pool for these limits, and the semaphore of the pool."""
     with _STARTING:
         if (limits, unsafe) not in _POOLS:
             if unsafe:
@@ -118,8 +123,10 @@ INSTRUCTION = (
 @ENVIRONMENTS.register("math_python")
 @ENVIRONMENTS.register("roll_math")
 class MathPython(Environment):
-    """Mathematics with a Python tool. The reward is 1 for a right answer, 0 for a wrong answer, and `format_penalty`
-    without an answer."""
+    """Mathematics with a Python tool.
+
+    The reward is 1 for a right answer and 0 for a wrong answer. A response without an answer gets `format_penalty`.
+    """
 
     def __init__(
         self,
@@ -136,11 +143,13 @@ class MathPython(Environment):
         env_instruction: str | None = None,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`dataset_name` is a JSONL file with `question_key` and `answer_key` in each row.
+        """Create the environment.
 
-        In mode "train", the seed draws a random row. In mode "val", the seed is the row number. If `max_tool_uses` is
-        above 0, each program of the model runs in a sandbox for at most `tool_seconds`. With `unsafe`, the programs run
-        without a sandbox.
+        - `dataset_name`: a JSONL file with `question_key` and `answer_key` in each row.
+        - `mode`: in mode "train", the seed draws a random row; in mode "val", the seed is the row number.
+        - `max_tool_uses`: number of programs that the model may run in an episode. Each program runs in a sandbox for
+          at most `tool_seconds`.
+        - `unsafe`: whether programs run without a sandbox.
         """
         for name, value in (("max_tool_uses", max_tool_uses), ("max_output_chars", max_output_chars)):
             at_least(name, value, 0)
@@ -162,7 +171,7 @@ class MathPython(Environment):
         self._answer: str | None = None  # None: no active episode
 
     def reset(self, seed: int | None = None) -> Reset:
-        """Start an episode with a question; without a seed, it is the next question of the file."""
+        """Start an episode with a question. Without a seed, this is the next question of the file."""
         seed = checked_seed(seed)
         if seed is None:
             number, self._next = self._next, self._next + 1
@@ -173,7 +182,10 @@ class MathPython(Environment):
         return question, {"env_instruction": self._instruction}
 
     def step(self, action: str) -> Step:
-        """Run the program in a response, else grade its answer. Programs beyond `max_tool_uses` are not run."""
+        """Run the program in a response. If there is no program, grade the answer and end the episode.
+
+        Programs beyond `max_tool_uses` are not run.
+        """
         if self._answer is None:
             raise EnvironmentFailure("math_python: no episode is active; call reset")
         self._turn += 1
@@ -208,7 +220,10 @@ class MathPython(Environment):
 
 
 def questions(file: str, question_key: str, answer_key: str) -> Sequence[tuple[str, str]]:
-    """Return (question, answer) of each row of a JSONL file; raises `EnvironmentFailure` with the incomplete line."""
+    """Return (question, answer) of each row of a JSONL file.
+
+    Raises `EnvironmentFailure` if a row is incomplete. The message names the line.
+    """
     if not Path(file).is_file():
         raise EnvironmentFailure(f"dataset_name {file}: file not found; set a JSONL file (datasets are not downloaded)")
     stamp = Path(file).stat()

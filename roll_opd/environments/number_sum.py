@@ -14,7 +14,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("number_sum")
 class NumberSum(Game):
-    """Running sum: reward 1 / `turns` per right sum; success if all sums are right."""
+    """Running sum. Each right sum gives the reward 1 / `turns`. The episode succeeds if all sums are right."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class NumberSum(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`min_number`, `max_number`: range of each of the `turns` numbers."""
+        """Each of the `turns` numbers is drawn between `min_number` and `max_number`, both included."""
         at_least("turns", turns, 1)
         if max_number < min_number or max(abs(min_number), abs(max_number)) >= 2**62:
             raise EnvironmentFailure(

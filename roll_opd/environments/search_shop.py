@@ -52,7 +52,7 @@ class Wish:
         return f"a {self.color} {self.kind} of {self.material}, size {self.size}, for at most {self.most}"
 
     def score(self, item: Item, size: str | None) -> float:
-        """Return the fraction of wanted attributes that an item has; 0 for a wrong kind of item."""
+        """Return the fraction of the wanted attributes that an item has, or 0 for an item of the wrong kind."""
         if item.kind != self.kind:
             return 0.0
         met = (item.color == self.color, item.material == self.material, size == self.size, item.price <= self.most)
@@ -61,7 +61,7 @@ class Wish:
 
 @cache
 def catalogue(seed: int, count: int) -> tuple[Item, ...]:
-    """Return the items of a shop, deterministic in `seed` and `count`."""
+    """Return the items of a shop. The same `seed` and `count` give the same items."""
     random = np.random.default_rng(seed)
 
     def one_of(words: tuple[str, ...]) -> str:
@@ -80,7 +80,7 @@ def catalogue(seed: int, count: int) -> tuple[Item, ...]:
 
 
 def search(items: tuple[Item, ...], words: str) -> tuple[Item, ...]:
-    """Return the items with one of the words in their title, best matches first."""
+    """Return the items with at least one of the words in their title, best matches first."""
     asked = set(words.lower().split())
     hits = [(len(asked & set(item.title.split())), item) for item in items]
     return tuple(item for count, item in sorted(hits, key=lambda hit: (-hit[0], hit[1].id)) if count)
@@ -98,7 +98,10 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("search_shop")
 class SearchShop(Game):
-    """Synthetic shop. Reward: fraction of wanted attributes that the bought item has; 0 for the wrong kind of item."""
+    """Synthetic shop.
+
+    The reward is the fraction of the wanted attributes that the bought item has. An item of the wrong kind gives 0.
+    """
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class SearchShop(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`num_products`, `catalogue_seed`: the shop's catalogue, which is the same in all episodes."""
+        """`num_products` and `catalogue_seed` determine the shop's catalogue, which is the same in all episodes."""
         at_least("num_products", num_products, 1)
         at_least("catalogue_seed", catalogue_seed, 0)
         self._items = catalogue(catalogue_seed, num_products)
@@ -185,7 +188,7 @@ class SearchShop(Game):
 
     @property
     def succeeded(self) -> bool:
-        """Whether the purchase meets the whole wish."""
+        """Whether the bought item has all wanted attributes."""
         return self._score == 1.0
 
     def render(self) -> str:
@@ -209,7 +212,10 @@ class SearchShop(Game):
         return "\n".join((f"Page {self._page + 1} of {-(-len(self._found) // PAGE)}:", *lines))
 
     def solve(self) -> list[str]:
-        """Return the actions that buy the wanted item from the search form; raises `EnvironmentFailure` elsewhere."""
+        """Return the actions that lead from the search form to the purchase of the wanted item.
+
+        Raises `EnvironmentFailure` if the shop does not show the search form.
+        """
         if self._found is not None or self._score is not None:
             raise EnvironmentFailure(
                 "search_shop: solve works only at the search form; call reset or play click[back to search] first"

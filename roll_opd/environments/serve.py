@@ -23,13 +23,16 @@ MAX_BODY_BYTES = 16 << 20
 
 
 class EnvironmentServer(ThreadingHTTPServer):
-    """HTTP server of one environment type, one thread per connection."""
+    """HTTP server of one environment type. Each connection has its own thread."""
 
     daemon_threads = True
     request_queue_size = 256  # backlog of connections, as a whole batch may connect at the same time
 
     def __init__(self, env_type: str, config: dict[str, Any], host: str, port: int, episodes: int) -> None:
-        """Bind and listen; `serve_forever` handles requests. Raises OSError if the address is unavailable."""
+        """Bind the address and listen. Raises OSError if the address is unavailable.
+
+        `serve_forever` handles the requests.
+        """
         self.episodes = Episodes(env_type, lambda: make(env_type, **config), episodes)
         super().__init__((host, port), _Handler)
 

@@ -1,8 +1,10 @@
-"""`sokoban`: push all boxes onto the targets. Arguments and symbols are ROLL's.
+"""`sokoban`: push all boxes onto the targets.
 
-Rewards are gym-sokoban's (https://github.com/mpSchrader/gym-sokoban). The same seed gives a different room than in
-ROLL. Rooms are generated backwards: boxes are pulled off their targets, starting from the solved state. A state is
-(player, boxes); cells are (row, column).
+The arguments and symbols are those of ROLL. The rewards are those of gym-sokoban
+(https://github.com/mpSchrader/gym-sokoban). The same seed gives a different room than in ROLL.
+
+A room is generated backwards: starting from the solved state, boxes are pulled off their targets. A state is the pair
+(player, boxes), and a cell is the pair (row, column).
 """
 
 from collections import deque
@@ -58,7 +60,7 @@ class Room:
 def draw_room(random: np.random.Generator, rows: int, columns: int, boxes: int, depth: int) -> Room:
     """Return a room with every box off the targets, at most `depth` moves from the solved state.
 
-    Raises `EnvironmentFailure` if none is found.
+    Raises `EnvironmentFailure` if no such room is found.
     """
     for number in range(MAX_ROOMS):
         floor = _carved(random, rows, columns)
@@ -89,7 +91,7 @@ def pushed(floor: frozenset[Cell], player: Cell, boxes: frozenset[Cell], action:
 
 
 def solution(room: Room) -> list[int] | None:
-    """Return the actions of a shortest solution; None if there is none.
+    """Return the actions of a shortest solution, or None if there is no solution.
 
     Raises `EnvironmentFailure` if the room has too many states to search.
     """
@@ -134,9 +136,10 @@ def _carved(random: np.random.Generator, rows: int, columns: int) -> list[Cell]:
 def _pulled(
     random: np.random.Generator, floor: frozenset[Cell], player: Cell, targets: Boxes, depth: int, above: int
 ) -> tuple[Cell, Boxes] | None:
-    """Return the hardest state in a backward search from the solved state; None if no state is harder than `above`.
+    """Search backwards from the solved state, and return the hardest state that was found.
 
-    Difficulty is gym-sokoban's: total distance of boxes from their targets times the number of box swaps.
+    Returns None if no state is harder than `above`. The difficulty is defined as in gym-sokoban: the total distance of
+    the boxes from their targets, multiplied by the number of box swaps.
     """
     best, found = above, None
     seen: set[tuple[Cell, frozenset[Cell]]] = set()
@@ -159,9 +162,9 @@ def _pulled(
 
 
 def _backwards(floor: frozenset[Cell], player: Cell, boxes: Boxes) -> Iterator[tuple[Cell, Boxes, int]]:
-    """Yield (player, boxes, number of the pulled box) for each backward move from a state.
+    """Yield (player, boxes, pulled) for each backward move from a state.
 
-    The number is -1 if the move pulls no box.
+    `pulled` is the number of the box that the move pulls, or -1 if it pulls no box.
     """
     for action, (down, right) in MOVES.items():
         reached = _neighbour(player, action)
@@ -224,7 +227,11 @@ class Sokoban(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`dim_room`: rows and columns including walls; `search_depth`: maximum moves from the solved state."""
+        """Create the game.
+
+        - `dim_room`: rows and columns, including the walls.
+        - `search_depth`: maximum number of moves from the solved state.
+        """
         only_text(render_mode)
         if len(dim_room) != 2 or min(dim_room) < 4:
             raise EnvironmentFailure(

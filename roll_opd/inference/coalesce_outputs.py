@@ -1,9 +1,10 @@
 """Send one output per request from vLLM's engine core to its front end, instead of one per token.
 
-Even if a request needs only a final output (`RequestOutputKind.FINAL_ONLY`), vLLM sends every token and log-prob
-separately. For a small model, half of the front end's work is to process these messages. Here the engine core holds the
-outputs until the request ends. Requests with stop strings are sent as usual, because the front end searches for stop
-strings token by token.
+vLLM sends every token and log-prob separately, even if a request needs only its final output
+(`RequestOutputKind.FINAL_ONLY`). For a small model, processing these messages is half of the front end's work. Here the
+engine core holds the outputs of a request until the request ends.
+
+Requests with stop strings are sent token by token as usual, because the front end searches for the stop strings.
 """
 
 import functools
@@ -41,9 +42,10 @@ def coalesces_outputs(update: Update) -> Update:
 
 
 def flushes_outputs(set_weight_version: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `EngineCore.set_weight_version` to send the held outputs first, with the version that sampled them.
+    """Wrap `EngineCore.set_weight_version` to send the held outputs before the version changes.
 
-    vLLM labels all outputs of a message with one version.
+    vLLM labels all outputs of a message with one version. The held outputs are therefore sent with the version of the
+    weights that sampled them.
     """
 
     @functools.wraps(set_weight_version)

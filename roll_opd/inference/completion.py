@@ -45,13 +45,19 @@ def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_mo
 
 
 def stop_token_ids(stop: Sequence[str], tokenizer: "TokenizerLike") -> tuple[int, ...]:
-    """Return the token ids of stop strings that are special tokens, because decoded text does not contain these."""
+    """Return the token ids of the stop strings that are special tokens.
+
+    These stop strings must be passed as token ids, because decoded text does not contain special tokens.
+    """
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return tuple(special[string] for string in stop if string in special)
 
 
 def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] = ()) -> "SamplingParams":
-    """Return vLLM's parameters for one sample with token log-probs; `stop_ids` are additional stop tokens."""
+    """Return vLLM's parameters for one response with token log-probs.
+
+    `stop_ids`: additional stop tokens.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -72,7 +78,7 @@ def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] =
 
 
 def completion_of(output: "RequestOutput") -> Completion:
-    """Return the sample of a finished request."""
+    """Return the response of a finished request."""
     sample = output.outputs[0]
     return Completion(
         tokens=np.array(sample.token_ids, dtype=np.int64),
@@ -84,7 +90,10 @@ def completion_of(output: "RequestOutput") -> Completion:
 
 
 def token_logprobs(tokens: Iterable[int], entries: Iterable[Any]) -> np.ndarray:
-    """Return the log-prob of each token, f32 [R], from vLLM's dict (token id -> `Logprob`) at its position."""
+    """Return the log-prob of each token, f32 [R].
+
+    `entries` has vLLM's dict for the position of each token: token id -> `Logprob`.
+    """
     return np.array([entry[int(token)].logprob for token, entry in zip(tokens, entries, strict=True)], np.float32)
 
 

@@ -13,7 +13,10 @@ SIZES = "get_supported_head_sizes"
 
 @cache
 def head_sizes(file: str, name: str) -> tuple[int, ...]:
-    """Return the head sizes that backend `name` in `file` supports; empty if its source has no literal list."""
+    """Return the head sizes that backend `name` supports. `file` is the source file of the backend.
+
+    The result is empty if the source does not return a literal list.
+    """
     spec = find_spec("vllm")
     source = Path(next(iter(spec.submodule_search_locations or ())), file) if spec else None
     if source is None or not source.is_file():
@@ -27,7 +30,7 @@ def head_sizes(file: str, name: str) -> tuple[int, ...]:
 
 
 def _literal(function: ast.FunctionDef) -> tuple[int, ...]:
-    """Return the list in the last `return` of a function if it is a literal, else an empty tuple."""
+    """Return the list in the last `return` of a function, or an empty tuple if the list is not a literal."""
     last = function.body[-1]
     try:
         found = ast.literal_eval(last.value) if isinstance(last, ast.Return) and last.value else ()

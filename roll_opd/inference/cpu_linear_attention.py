@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def copies_single_tokens() -> None:
-    """Replace the computation of a layer by a version that copies the projections of a single token. Idempotent.
+    """Patch vLLM's linear attention to copy the projections of a single token. Idempotent.
 
-    PyTorch treats a single row of a wider matrix as contiguous for any stride, but the convolution kernel reads
-    strides.
+    PyTorch treats a single row of a wider matrix as contiguous, whatever its strides are. The convolution kernel reads
+    the strides, so it needs a copy with the strides of a single row.
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 

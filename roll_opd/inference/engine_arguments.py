@@ -57,7 +57,7 @@ DEEPSEEK_V3_ROUTERS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def prepare_environment(*, eager_on_cpu: bool) -> None:
-    """Set vLLM's environment variables for this process and its children, except variables that the user has set."""
+    """Set vLLM's environment variables for this process and its children. Variables set by the user are kept."""
     for name, value in (ENVIRONMENT | (EAGER_ENVIRONMENT if eager_on_cpu else {})).items():
         os.environ.setdefault(name, value)
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -66,10 +66,10 @@ def prepare_environment(*, eager_on_cpu: bool) -> None:
 
 
 def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: int, tp: int) -> int:
-    """Return the bytes of KV cache on each of `tp` ranks that suffice for `sequences` sequences of full length.
+    """Return the bytes of KV cache per rank that suffice for `sequences` sequences of full length.
 
-    The size is at most `KV_CACHE_LIMIT`, except that at least one sequence always fits. An engine writes to the whole
-    cache when it starts.
+    `tp` is the number of ranks. The size is at most `KV_CACHE_LIMIT`, but at least one sequence always fits. An engine
+    writes to the whole cache when it starts, so it occupies this memory from the start.
     """
     info = read_model(Path(model.path))
     each_token = int(info.cached_elements(tp)) * DTYPE_BYTES[model.dtype]
@@ -82,7 +82,7 @@ def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: 
 
 
 def check_plugin_is_installed() -> None:
-    """Raise RuntimeError unless our plugin's entry point is installed; vLLM's child processes need it."""
+    """Raise RuntimeError unless our plugin's entry point is installed. vLLM's child processes need the entry point."""
     if PLUGIN_NAME not in {point.name for point in entry_points(group="vllm.general_plugins")}:
         raise RuntimeError(
             "the vllm.general_plugins entry point of roll_opd is not installed, so vLLM's engine process "
@@ -91,9 +91,9 @@ def check_plugin_is_installed() -> None:
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
-    """Raise a ValueError that lists unknown arguments and arguments that the plan sets.
+    """Raise ValueError if an argument is unknown to vLLM, or if the plan sets it.
 
-    For each unknown argument, the error contains the most similar name that vLLM knows.
+    The message lists all such arguments. For each unknown argument, it names the most similar argument of vLLM.
     """
     problems = []
     for name in engine_args:
@@ -107,7 +107,10 @@ def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
 
 
 def cpu_block(engine_args: Mapping[str, Any]) -> int:
-    """Return the number of tokens per KV-cache block on a CPU: the user's number, rounded up to a supported number."""
+    """Return the number of tokens per KV-cache block on a CPU.
+
+    The number is the user's `block_size`, or `CPU_BLOCK` by default, rounded up to a number that vLLM supports.
+    """
     return -(-(engine_args.get("block_size") or CPU_BLOCK) // CPU_BLOCK_MULTIPLE) * CPU_BLOCK_MULTIPLE
 
 
@@ -123,8 +126,8 @@ def resolve_engine_args(
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments.
 
-    Arguments from the plan override arguments from the user, and arguments from the user override our defaults. With
-    `routes`, the engine returns the experts of each token; on a CPU, `router_replay.record_routes` records them.
+    Arguments from the user override our defaults. Arguments from the plan override both. With `routes`, the engine
+    returns the experts of each token; on a CPU, `router_replay.record_routes` records them.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if tensor_parallel_size > 1:
@@ -196,7 +199,7 @@ def vllm_arguments(
     sleeps: bool,
     **plan: int,
 ) -> "AsyncEngineArgs":
-    """Prepare this process for an engine; return vLLM's arguments for it (see `resolve_engine_args`)."""
+    """Prepare this process for an engine. Returns vLLM's arguments for the engine (see `resolve_engine_args`)."""
     import torch
 
     from roll_opd.inference.router_replay import RECORDS_ROUTES

@@ -1,8 +1,8 @@
 """Report why an engine does not start.
 
-vLLM itself only reports that its processes have ended. `start_errors` therefore creates a file and stores its path in
-an environment variable. In vLLM's processes, our plugin calls `record_errors`; the first exception that vLLM then logs
-is written to the file.
+If a process of vLLM fails, vLLM itself reports only that the process has ended. `start_errors` therefore creates a file
+and stores its path in an environment variable. In vLLM's processes, our plugin calls `record_errors`, which makes
+vLLM's logger write the first exception to this file.
 """
 
 import logging
@@ -18,12 +18,15 @@ PORT_TAKEN = "ddress already in use"
 
 
 class EngineStartError(RuntimeError):
-    """An engine failed to start; the message has the reason."""
+    """Raised if an engine fails to start. The message has the reason."""
 
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Convert errors inside the block to EngineStartError with the reason that the failed process reports."""
+    """Convert errors inside the block to EngineStartError.
+
+    The message of the new error is the reason that the failed process reports.
+    """
     descriptor, name = tempfile.mkstemp(prefix="roll_opd-failure-")
     os.close(descriptor)
     os.environ[FILE] = name
@@ -39,7 +42,10 @@ def start_errors() -> Iterator[None]:
 
 
 def record_errors() -> None:
-    """Write this process's first logged exception to the file that the environment names."""
+    """Write the first exception that vLLM logs in this process to the file of `start_errors`.
+
+    If no environment variable names a file, nothing is written.
+    """
     name = os.environ.get(FILE)
     logger = logging.getLogger("vllm")
     if name and not any(isinstance(handler, _FirstError) for handler in logger.handlers):
@@ -67,7 +73,7 @@ class _FirstError(logging.Handler):
 
 
 def _exit_reason(error: Exception) -> str:
-    """Return vLLM's error message and, if a signal killed vLLM's process, the signal."""
+    """Return vLLM's error message. If a signal killed a process of vLLM, the message also names the signal."""
     message = f"{type(error).__name__}: {error}".replace("See root cause above. ", "")
     killed = re.search(r"proc\(s\): \{[^}]*?: -(\d+)", message)
     if not killed:

@@ -15,7 +15,7 @@ from roll_opd.inference.vllm_engine import InferenceEngine
 
 
 async def write_parity(model: str, dtype: Dtype, sequences: list[list[int]], directory: Path) -> None:
-    """Write `logprobs.npz`: sequence number -> log-probs, f32 [T-1]."""
+    """Write `logprobs.npz`. It maps the number of each sequence of T tokens to its log-probs, f32 [T-1]."""
     longest = max(map(len, sequences)) + 1
     engine = await InferenceEngine.start(ModelPlan(model, dtype), max_model_len=longest, seed=0)
     found: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Entry point `vllm.general_plugins`, called by vLLM in each of its processes before it builds an engine.
+"""Entry point `vllm.general_plugins`. vLLM calls it in each of its processes before it builds an engine.
 
-The plugin registers our weight-transfer backends by name, and vLLM imports a backend only when it is used. In processes
-of engines that roll_opd starts, it also patches vLLM, and makes vLLM's child processes exit when their parent dies.
+The plugin registers our weight-transfer backends by name. vLLM imports a backend only when it is used. If roll_opd
+started the engine, the plugin also patches vLLM, and makes vLLM's child processes exit when their parent dies.
 """
 
 import multiprocessing
@@ -28,9 +28,9 @@ _THREAD_NAME = "roll_opd-follow-parent"
 
 
 def register() -> None:
-    """Register the weight-transfer backends, record errors and, with `ROLL_OPD_DIE_WITH_PARENT=1`, watch the parent.
+    """Register the weight-transfer backends, and record errors. Idempotent.
 
-    Idempotent.
+    With `ROLL_OPD_DIE_WITH_PARENT=1`, also patch vLLM, and make this process exit when its parent dies.
     """
     record_errors()
     import_without_torchvision()
@@ -113,7 +113,7 @@ def _coalesce_outputs() -> None:
 def remove_rendezvous_file() -> None:
     """Remove the rendezvous file of this process's group.
 
-    Closing the group would also remove the file.
+    The file must be removed here, because the group is not closed. Closing the group would also remove the file.
     """
     from torch.distributed import distributed_c10d
 

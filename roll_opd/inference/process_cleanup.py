@@ -1,7 +1,7 @@
 """Clean up after killed processes: exit with the parent process, and unlink shared memory.
 
-A parent that is killed by SIGKILL cannot stop its children. A daemon thread in the child therefore exits the process as
-soon as the kernel has assigned a different parent to it. vLLM's engine core and other helper processes use this thread;
+A parent that is killed by SIGKILL cannot stop its children. Therefore a daemon thread in the child watches the parent
+process. When the kernel has assigned a different parent to the child, the thread exits the child.
 `cluster.process_reaper` kills the processes that a killed driver leaves.
 
 On a busy machine, vLLM kills ranks that do not exit within seconds. Ray then kills the engine's process group,
@@ -39,7 +39,10 @@ def _watch(parent_pid: int, poll_seconds: float) -> None:
 
 
 def unlink_shared_memory() -> None:
-    """Close this process's resource tracker and wait until it has unlinked all memory; children must have exited."""
+    """Close this process's resource tracker, and wait until it has unlinked all shared memory.
+
+    The child processes must have exited before this call.
+    """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is None or tracker._pid is None:  # this process has started no tracker
         return

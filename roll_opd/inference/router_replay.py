@@ -1,8 +1,8 @@
 """Record the experts of each token in vLLM's engine core on a CPU, and return them in a request's last output.
 
-vLLM's option `enable_return_routed_experts` needs its second model runner, and that runner needs Triton. Here the
-routers of a model write to a table with one row per slot of the KV cache, so that routes are also known for tokens from
-the prefix cache.
+vLLM's option `enable_return_routed_experts` cannot be used on a CPU: the option needs vLLM's second model runner, and
+that runner needs Triton. Here the routers of a model write to a table instead. The table has one row per slot of the KV
+cache, so the routes of tokens from the prefix cache are also known.
 
 Legend: T tokens of a request, L layers, K experts of a token.
 """
@@ -28,14 +28,16 @@ class RouteTable:
         self._experts = torch.zeros(blocks * block_size, layers, choices, dtype=dtype)
 
     def write(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
-        """Store the experts [n, K] of n tokens in the slots `cells` [n].
+        """Store the experts of n tokens in one layer.
 
-        Padding has the slot -1. Its experts are written to slot 0, which is never read.
+        - `cells`: slots of the KV cache, [n]. Padding has the slot -1; its experts are written to slot 0, which is
+          never read.
+        - `experts`: experts of the tokens, [n, K].
         """
         self._experts[cells.clamp(min=0), layer] = experts.to(self._experts.dtype)
 
     def read(self, blocks: Sequence[int], tokens: int) -> np.ndarray:
-        """Return the experts [tokens, L, K] of the first `tokens` tokens of a request.
+        """Return the experts of the first `tokens` tokens of a request, [tokens, L, K].
 
         `blocks` are the numbers of the blocks that hold the KV cache of the request.
         """
@@ -47,7 +49,10 @@ class RouteTable:
 
 
 def record_routes() -> None:
-    """Patch vLLM in this engine core to record and return routes. Idempotent; call this before the engine is built."""
+    """Patch vLLM in this engine core to record and return routes. Idempotent.
+
+    Call this function before the engine is built.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -61,7 +66,7 @@ def record_routes() -> None:
 
 
 def with_table(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `CPUModelRunner.initialize_kv_cache`, so that after this call the model's routers write to a table."""
+    """Wrap `CPUModelRunner.initialize_kv_cache` to create a table. The model's routers then write to this table."""
 
     @functools.wraps(initialize)
     def initialized(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

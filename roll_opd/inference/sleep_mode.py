@@ -1,6 +1,6 @@
 """Sleep state of an engine: tracks which memory is released, and checks this before requests and weight updates.
 
-vLLM for CPUs has no sleep mode: a sleeping CPU engine stops scheduling and refuses requests, but keeps its memory.
+vLLM has no sleep mode on CPUs. A sleeping CPU engine stops scheduling and refuses requests, but keeps its memory.
 """
 
 from collections.abc import Collection
@@ -54,7 +54,7 @@ class SleepState:
         self.lacks_weights = self.lacks_weights or level >= DISCARDS_WEIGHTS
 
     async def end(self, tags: Collection[str]) -> None:
-        """Restore parts of the memory. After all parts are restored, requests are scheduled again."""
+        """Restore the parts of the memory in `tags`. After all parts are restored, requests are scheduled again."""
         restored = self.released & frozenset(tags)
         if not restored:
             return

@@ -24,18 +24,18 @@ ToolCallParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[To
 
 
 def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
-    """Return the tool-call parser with this name: `hermes`, or a name that vLLM's --tool-call-parser accepts.
+    """Return the tool-call parser with this name. Raises ValueError for an unknown name.
 
-    Raises ValueError for an unknown name. Names other than `hermes` import vLLM, which takes seconds and half a
-    gigabyte of memory.
+    The name is `hermes`, or a name that vLLM's --tool-call-parser accepts. Names other than `hermes` import vLLM, which
+    takes seconds and half a gigabyte of memory.
     """
     return read_hermes if name == HERMES else _vllm_parser(name, tokenizer)
 
 
 def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text before the first call, and the calls.
+    """Return (text, calls): the text before the first call, and the calls.
 
-    If there is no call, return the complete text and an empty list.
+    If there is no call, the text is the complete response, and the list of calls is empty.
     """
     calls, first = [], len(text)
     for start, written in _blocks(_without_thoughts(text)):
@@ -46,7 +46,7 @@ def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
 
 
 def _call(written: str) -> ToolCall | None:
-    """Return the call that a block contains; None if the call is malformed."""
+    """Return the call that a block contains, or None if the call is malformed."""
     try:
         call = json.loads(written)
         if isinstance(call["name"], str):
@@ -57,10 +57,10 @@ def _call(written: str) -> ToolCall | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the pair (start, content) for each tool-call block; the search takes linear time.
+    """Yield (start, content) for each tool-call block. The search takes linear time.
 
-    A block can have several opening marks. If a complete call follows the first mark, the block starts at the first
-    mark. Otherwise it starts at the last mark.
+    A block ends at a closing mark, and can have several opening marks. If a complete call follows the first opening
+    mark, the block starts there. Otherwise it starts at the last opening mark.
     """
     end = 0
     while (close := text.find(CLOSE, end)) >= 0:
@@ -72,9 +72,9 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _thoughts(text: str) -> list[tuple[int, int]]:
-    """Return the pair (start, end) for each thought.
+    """Return (start, end) for each thought.
 
-    Marks inside the arguments of a complete call are ordinary text.
+    Thought marks inside the arguments of a complete call are ordinary text.
     """
     return list(
         thought_spans(_blanked(text, ((at, at + len(OPEN + call)) for at, call in _blocks(text) if _call(call))))
@@ -86,7 +86,7 @@ def _without_thoughts(text: str) -> str:
 
 
 def _blanked(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Return the text with the ascending `spans` replaced by blanks, so that offsets do not change."""
+    """Return the text with each of the ascending `spans` replaced by blanks. Offsets in the text do not change."""
     parts, done = [], 0
     for start, end in spans:
         parts += [text[done:start], " " * (end - start)]

@@ -44,7 +44,10 @@ PAUSES: dict[OnUpdate, Literal["wait", "keep", "abort"]] = {"wait": "wait", "con
 
 
 class WeightUpdateError(RuntimeError):
-    """A weight update failed; the engine may hold a mix of old and new weights and must be restarted."""
+    """Raised if a weight update fails.
+
+    The engine may then hold a mix of old and new weights, and must be restarted.
+    """
 
 
 class InferenceEngine:
@@ -88,13 +91,13 @@ class InferenceEngine:
         sleeps: bool = False,
         on_update: OnUpdate = "wait",
     ) -> "InferenceEngine":
-        """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
+        """Load `model` (a Hugging Face directory) into a new engine. Its weights are version 0.
 
         Args:
             max_model_len: maximum number of prompt and response tokens together.
             engine_args: arguments that are passed to vLLM unchanged. An unknown argument raises ValueError.
             deterministic: whether a batch gives the same bits each time that it runs with the same weights. Batches
-            then run one after another, and each batch starts with an empty prefix cache.
+                then run one after another, and each batch starts with an empty prefix cache.
             routes: whether responses include the experts of each token.
             weight_transfer: backend of weight updates.
             sleeps: whether `sleep` releases memory.
@@ -147,11 +150,11 @@ class InferenceEngine:
     async def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingPlan, seeds: Sequence[int]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Sample one response for each prompt of a batch; yield (prompt index, response) in the order of completion.
+        """Sample one response for each prompt of a batch. Yields (prompt index, response) in the order of completion.
 
-        A response depends on its seed but not on other prompts, except for rounding in batched kernels. Leaving the
-        iterator early aborts running requests (use `contextlib.aclosing`). Raises ValueError if a prompt is empty or
-        leaves no room for a response.
+        A response depends on its seed but not on other prompts, except for rounding in batched kernels. If the iterator
+        is left early, running requests are aborted (use `contextlib.aclosing`). Raises ValueError if a prompt is empty
+        or leaves no room for a response.
         """
         self._check_awake()
         check_prompts(prompts, seeds, self._max_model_len)
@@ -228,9 +231,13 @@ class InferenceEngine:
         return cut_at_stop(completion, sampling.stop, self._llm.get_tokenizer())
 
     async def update_weights(self, buckets: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights with the full tensors in `buckets` (Hugging Face name -> tensor), as version `version`.
+        """Replace all weights of the engine.
 
-        The buckets are consumed one at a time. Every weight must be in exactly one bucket. See `begin_update`.
+        - `buckets`: each bucket maps Hugging Face names to full tensors. Every weight must be in exactly one bucket.
+          The buckets are consumed one at a time.
+        - `version`: version of the new weights.
+
+        `begin_update` describes what happens to running requests.
         """
         await self.begin_update(version)
         memory = BucketMemory()
@@ -246,13 +253,18 @@ class InferenceEngine:
             memory.close()
 
     async def begin_update(self, version: int) -> None:
-        """Start a weight update; `load_weights` loads the weights in parts, and `finish_update` ends the update.
+        """Start a weight update.
 
-        `on_update` determines what happens to running requests. wait: they first finish with the old weights. continue:
-        they keep their tokens, their KV cache is recomputed with the new weights, and generation continues; `versions`
-        of a completion records which version sampled which tokens. restart: they start again from their prompts.
-        Waiting requests run with the new weights, and the prefix cache is emptied. All three methods raise
-        WeightUpdateError if the update fails; the engine is then unusable.
+        After this call, `load_weights` loads the weights in parts, and `finish_update` ends the update. `on_update`
+        determines what happens to running requests:
+
+        - wait: they finish with the old weights before the update starts.
+        - continue: they keep their tokens, their KV cache is recomputed with the new weights, and generation continues.
+          `Completion.versions` records which version of the weights sampled which tokens.
+        - restart: they start again from their prompts.
+
+        Waiting requests run with the new weights. The prefix cache is emptied. If the update fails, all three methods
+        raise WeightUpdateError, and the engine is then unusable.
         """
         await self._exclusive.acquire()
         try:
@@ -267,7 +279,7 @@ class InferenceEngine:
             await self._llm.start_weight_update()
 
     async def load_weights(self, info: Mapping[str, Any]) -> None:
-        """Load a part of the weights, described by `info` in the format of this engine's backend."""
+        """Load a part of the weights. `info` describes the part in the format of this engine's backend."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._check_usable()
@@ -275,7 +287,7 @@ class InferenceEngine:
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
 
     async def finish_update(self) -> None:
-        """Verify in the engine core that all weights arrived, and resume requests."""
+        """Verify that all weights arrived, and resume requests. The engine core makes this check."""
         self._check_usable()
         with self._breaking():
             await self._llm.finish_weight_update(weight_version=str(self._incoming))
@@ -294,9 +306,10 @@ class InferenceEngine:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """If the block fails, mark the engine as broken, because its weights may be a mix of two versions.
+        """Mark the engine as broken if the block fails, because its weights may be a mix of two versions.
 
-        As in other calls, EngineDeadError is raised unchanged.
+        EngineDeadError is raised unchanged, as in other calls, and so is a cancellation. Other exceptions are raised as
+        WeightUpdateError.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -312,16 +325,16 @@ class InferenceEngine:
             raise WeightUpdateError(f"{self._broken}. Restart the engine") from error
 
     async def sleep(self, level: int, phase: str) -> None:
-        """Release all memory for a phase (if vLLM supports this), and refuse requests.
+        """Release all memory for a phase, if vLLM supports this, and refuse requests.
 
-        Running requests finish first. Level 2 discards the weights, so that weights must be loaded after `wake_up`.
+        Running requests finish first. Level 2 discards the weights, so weights must be loaded after `wake_up`.
         """
         async with self._exclusive:
             self._check_usable()
             await self._sleep_state.begin(level, phase)
 
     async def wake_up(self, tags: Collection[str]) -> None:
-        """Restore the memory of "weights", of "kv_cache" or of both.
+        """Restore the memory of `tags`, which has "weights", "kv_cache" or both.
 
         The engine accepts requests again after both parts are restored.
         """
@@ -333,7 +346,10 @@ class InferenceEngine:
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the log-probs of tokens 1..T-1 at temperature 1, f32 [T-1]; T must be below `max_model_len`."""
+        """Return the log-probs of tokens 1..T-1 at temperature 1, f32 [T-1].
+
+        T must be below `max_model_len`.
+        """
         from vllm import SamplingParams
 
         self._check_awake()
@@ -351,8 +367,8 @@ class InferenceEngine:
     async def close(self, *, collect: bool = True) -> None:
         """Stop the engine core and wait until it has ended. A second call has no effect.
 
-        Pass `collect=False` only in a process that will be killed next. The call then takes 1.4 s less, because garbage
-        collection is skipped and because an engine core that runs as one process on a CPU is killed.
+        Pass `collect=False` only in a process that will be killed next. The call then takes 1.4 s less: garbage
+        collection is skipped, and an engine core that runs as one process on a CPU is killed.
         """
         if self._llm is None:
             return

@@ -31,13 +31,19 @@ from roll_opd.models.families.family import Pieces
 
 
 class PackedAttention(torch.nn.Module):
-    """Attention with flash attention if it is available, else with `scaled_dot_product_attention` (on every device).
+    """Attention over packs. It uses flash attention if possible, else `scaled_dot_product_attention` (on every device).
 
-    Sequences are rows of right-padded blocks. Under a causal mask a query never sees the padding to its right, so most
-    rows need no mask tensor. A mask tensor is needed for rows in which some tokens have a key but no query. These are
-    rows with a shared prefix, and rows that are split over context ranks (the keys and values of these rows are
-    gathered). Rows are sorted by length and grouped into blocks. The padded size of a block is at most `MAX_PADDING`
-    times its real size, so that one long sequence does not add padding to all other sequences.
+    Layers with sinks or capped scores use `attention_by_scores`, because neither kernel supports them.
+
+    Without flash attention, sequences are the rows of right-padded blocks. Most rows need no mask tensor, because under
+    a causal mask a query never sees the padding to its right. A mask tensor is needed for rows in which some tokens
+    have a key but no query:
+
+    - rows with a shared prefix;
+    - rows that are split over context ranks, because the keys and values of these rows are gathered.
+
+    Rows are sorted by length and grouped into blocks, so that one long sequence does not add padding to all other
+    sequences. The padded size of a block is at most `MAX_PADDING` times its real size.
     """
 
     MAX_PADDING = 2.0  # largest ratio of padded to real tokens in a block
@@ -71,7 +77,7 @@ class PackedAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return Megatron's checkpoint description of the sinks: each tensor rank has the sinks of its heads."""
+        """Return Megatron's checkpoint description of the sinks. Each tensor rank has the sinks of its own heads."""
         own = dict(self.named_parameters())
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
         return found
@@ -86,7 +92,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Return [n, H·D] for the sequences in `packed_seq_params`."""
+        """Return the attention outputs of the sequences in `packed_seq_params`, [n, H·D]."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
         needs_scores = self.sinks is not None or self.cap is not None  # no kernel of torch has sinks or caps
@@ -110,7 +116,7 @@ class PackedAttention(torch.nn.Module):
         return out_nHD.flatten(1)
 
     def _attend(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
-        """Return the outputs of the A real queries of a block, [A, H, D]."""
+        """Return the outputs of the real queries of a block, [A, H, D]."""
         q = _rows(query_nHD, block.query_BQ)
         k, v = _rows(key_NGD, block.key_BL), _rows(value_NGD, block.key_BL)
         if q.device.type == "cpu":  # on CPUs the backward pass takes eight times longer in bf16 than in f32
@@ -128,7 +134,7 @@ class PackedAttention(torch.nn.Module):
         return out[..., :width].transpose(1, 2)[block.real_A].to(query_nHD.dtype)
 
     def _attend_by_scores(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
-        """Return the same outputs as `_attend`, with sinks in the softmax or capped scores."""
+        """Return the outputs in the form of `_attend`, for layers with sinks in the softmax or with capped scores."""
         q, k, v = _rows(query_nHD, block.query_BQ), _rows(key_NGD, block.key_BL), _rows(value_NGD, block.key_BL)
         if q.device.type == "cpu":
             q, k, v = q.float(), k.float(), v.float()
@@ -138,7 +144,10 @@ class PackedAttention(torch.nn.Module):
 
 
 def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return a subclass of `attention` that expands shared prefixes, for attention that needs contiguous sequences."""
+    """Return a subclass of `attention` that expands shared prefixes.
+
+    It is needed for attention that requires contiguous sequences.
+    """
 
     class ExpandedAttention(attention):  # type: ignore[misc, valid-type]
         def forward(
@@ -166,8 +175,10 @@ def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Modul
 class _Block:
     """Rows of similar length.
 
-    The block has the indices of its keys among the pack's N tokens, and the indices of its queries among the n tokens
-    of this context rank. A of the B · Q queries are real. The other queries are padding or belong to a shared prefix.
+    - `key_BL`: indices of the keys among the N tokens of the pack.
+    - `query_BQ`: indices of the queries among the n tokens of this context rank.
+
+    A is the number of real queries. The other entries of `query_BQ` are padding, or belong to a shared prefix.
     """
 
     key_BL: Tensor
@@ -177,23 +188,23 @@ class _Block:
     position_BQ: Tensor | None = None  # position of each query in its sequence; None: Q = L and query i is token i
 
     def is_masked(self, window: int) -> bool:
-        """Whether the block needs a mask tensor if each query sees at most `window` keys.
+        """Whether the block needs a mask tensor.
 
-        `window` 0 means that the number of keys is not limited.
+        `window` is the largest number of keys that a query sees. 0 means that the number of keys is not limited.
         """
         return self.position_BQ is not None or 0 < window < self.key_BL.size(1)
 
     def mask(self, window: int = 0) -> Tensor | None:
-        """Return the attention mask, bool [B, 1, Q, L] or [1, 1, Q, L].
+        """Return the attention mask, or None if attention can use a plain causal mask.
 
-        Returns None if attention can use a plain causal mask.
+        The mask is bool [B, 1, Q, L] or [1, 1, Q, L].
         """
         return self.seen(window, slice(None)) if self.is_masked(window) else None
 
     def seen(self, window: int, queries: slice) -> Tensor:
-        """Return the mask of `queries`, bool [B, 1, Q, L] or [1, 1, Q, L].
+        """Return the mask of `queries`. The mask is true for each key that a query sees.
 
-        The mask is true for each key that a query sees.
+        The mask is bool [B, 1, Q, L] or [1, 1, Q, L].
         """
         positions_L = torch.arange(self.key_BL.size(1), device=self.key_BL.device)
         position_BQ1 = (positions_L[None] if self.position_BQ is None else self.position_BQ)[:, queries, None]
@@ -205,10 +216,11 @@ class _Block:
 
 @dataclass(frozen=True)
 class _QuerySpan:
-    """Consecutive queries of this rank.
+    """Consecutive queries of this rank, all of one sequence.
 
-    The queries are `count` tokens of the sequence that starts at `start`; the first query has the position `first` in
-    this sequence.
+    - `start`: index of the first token of the sequence among the tokens of the expanded sequences.
+    - `first`: position of the first query in the sequence.
+    - `count`: number of queries.
     """
 
     start: int
@@ -217,15 +229,15 @@ class _QuerySpan:
 
     @property
     def keys(self) -> int:
-        """Number of keys."""
+        """Number of keys: the tokens of the sequence up to the last query."""
         return self.first + self.count
 
 
 def _query_spans(pack: PackedSequences) -> Iterator[_QuerySpan]:
     """Yield the queries of each sequence.
 
-    The queries are the unshared tokens of the sequence. With context parallelism, they are only this context rank's two
-    chunks of the unshared tokens.
+    The queries of a sequence are its unshared tokens. With context parallelism, they are only the two chunks of the
+    unshared tokens that belong to this context rank.
     """
     ranks, rank = pack.context.ranks, pack.context.rank
     for (start, end), shared in zip(itertools.pairwise(pack.bounds), pack.shared, strict=True):
@@ -239,11 +251,13 @@ def _query_spans(pack: PackedSequences) -> Iterator[_QuerySpan]:
 
 
 def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> Iterator[_Block]:
-    """Yield blocks that contain all queries of this rank.
+    """Yield blocks that together contain all queries of this rank.
 
-    `max_padding` limits the padding of each block. Without context parallelism, a span that starts in the first half of
-    its keys is computed together with its prefix as plain causal attention. This needs less work, because plain causal
-    attention skips half of the work, but attention with a mask tensor does not.
+    `max_padding` limits the padding of each block.
+
+    Without context parallelism, a span is computed together with its prefix as plain causal attention if the prefix has
+    at most half of the keys. This needs less work than attention with a mask tensor: plain causal attention skips half
+    of the work, and attention with a mask tensor skips none.
     """
     spans = [one for one in _query_spans(pack) if one.count]
     plain: list[_QuerySpan] = []
@@ -273,7 +287,7 @@ def _block(key_BL: Tensor, query_BQ: Tensor, real_BQ: Tensor, position_BQ: Tenso
 
 
 def _span_columns(block: Sequence[_QuerySpan], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the start, first, keys and count of each span, as four tensors [B, 1]."""
+    """Return (starts, firsts, keys, counts) of the spans, each as a tensor [B, 1]."""
     rows = [[one.start, one.first, one.keys, one.count] for one in block]
     return tuple(torch.tensor(rows, device=device).T[:, :, None])
 
@@ -301,7 +315,11 @@ def blocks_of_similar_size(sizes: Sequence[tuple[int, ...]], max_padding: float)
 
 
 def _padded_offsets(sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token offsets in each row of a padded block, [B, L], and a mask of the real tokens, bool [B, L]."""
+    """Return (offsets, real) for a padded block.
+
+    - `offsets`: offset of each token in its row, [B, L], 0 for padding.
+    - `real`: mask of the tokens that are not padding, bool [B, L].
+    """
     longest = -(-int(sizes_B1.max()) // VECTOR) * VECTOR
     offsets = torch.arange(longest, device=sizes_B1.device)
     real_BL = offsets < sizes_B1
@@ -309,7 +327,7 @@ def _padded_offsets(sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _places(pack: PackedSequences, cells_BL: Tensor) -> Tensor:
-    """Return, for tokens of the expanded sequences, their positions in the pack."""
+    """Return the positions in the pack of tokens of the expanded sequences."""
     return cells_BL if pack.places_X is None else pack.places_X[cells_BL]
 
 

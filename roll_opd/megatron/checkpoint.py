@@ -1,11 +1,12 @@
-"""Save and load sharded training state (weights, optimizer, schedule, random state), also across layouts.
+"""Save and load the sharded training state: weights, optimizer, schedule and random state.
 
-The caller creates the directory. After every rank has finished, the caller renames it atomically to a checkpoint.
+A state can be loaded under another layout than the one that saved it. The caller creates the directory. After every
+rank has finished, the caller renames the directory atomically to a checkpoint.
 
-The state of Megatron's distributed optimizer is saved as pieces of full tensors, because Megatron's layout-independent
-format (`fully_reshardable`) would gather the f32 state of all data-parallel ranks on every rank. A rank owns a
-contiguous range of each parameter's elements. Such a range consists of up to three rectangular pieces: the end of a
-row, full rows, and the start of a row.
+The state of Megatron's distributed optimizer is saved as pieces of full tensors. Megatron's layout-independent format
+(`fully_reshardable`) is not used, because it would gather the f32 state of all data-parallel ranks on every rank. A
+rank owns a contiguous range of each parameter's elements. Such a range consists of up to three rectangular pieces: the
+end of a row, full rows, and the start of a row.
 """
 
 import random
@@ -43,10 +44,10 @@ from roll_opd.models.device_phases import Part
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Save strategy for Megatron's `torch_dist` format; `write` may be called in any thread of this process.
+    """Save strategy for Megatron's `torch_dist` format. `write` may be called in any thread of this process.
 
-    Megatron's own strategy forks writer processes. This has two disadvantages: forking a process with threads (of Ray,
-    gloo or OpenMP) can hang, and if a run is killed, its writer processes continue to run.
+    Megatron's own strategy forks writer processes, which has two disadvantages. Forking a process with threads (of Ray,
+    gloo or OpenMP) can hang. If a run is killed, its writer processes continue to run.
     """
 
     write: Callable[[], Any]
@@ -70,10 +71,11 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False) -> Written:
-    """Save this rank's shards to the empty `directory`; return a callable that returns all ranks' files. Collective.
+    """Save this rank's shards to the empty `directory`. Collective.
 
-    With `later`, the state is only copied to the host, and the callable writes it. The callable is collective and may
-    run in any thread. If one rank cannot write, every rank raises an error.
+    Returns a callable that returns the files of all ranks. With `later`, the state is only copied to the host, and the
+    callable writes it. The callable is collective and may run in any thread. If one rank cannot write, every rank
+    raises an error.
     """
     learner.memory.check("save its state", Part.WEIGHTS, Part.OPTIMIZER)
     learner.wait_for_weights()
@@ -93,8 +95,8 @@ def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False
 def load_state(learner: MegatronLearner, directory: Path) -> None:
     """Load weights, moments, step counts and random state saved by `save_state`. Collective.
 
-    Learning rates, betas, epsilon and weight decay come from the learner's plan. If one rank cannot read its part,
-    every rank raises an error.
+    Learning rates, betas, epsilon and weight decay come from the learner's plan, not from the checkpoint. If one rank
+    cannot read its part, every rank raises an error.
     """
     learner.memory.check("load a state", Part.WEIGHTS, Part.OPTIMIZER)
     for optimizer in _optimizers(learner):
@@ -159,9 +161,10 @@ def _state(learner: MegatronLearner, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _for_optimizers(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
-    """Convert the loaded state to the state of `optimizers` optimizers.
+    """Convert the loaded state to the state of this layout's optimizers.
 
-    State that is not a tensor (steps and learning rates) is copied to all optimizers.
+    `optimizers` is the number of optimizers. State that is not a tensor (steps and learning rates) is copied to all of
+    them.
     """
     numbers = [key for key in state if isinstance(key, int)]
     if optimizers == 1 and numbers:
@@ -212,9 +215,10 @@ _PREFIX = "optimizer.state"  # prefix of names in a checkpoint, as in Megatron
 
 
 def optimizer_pieces(optimizer: DistributedOptimizer, model: Any) -> dict[str, ShardedTensor]:
-    """Return this rank's f32 weights and moments as sharded tensors. These are views, so that loading writes in place.
+    """Return this rank's f32 weights and moments as sharded tensors.
 
-    `model` is Megatron's `sharded_state_dict` of the parameters.
+    The tensors are views, so that loading writes in place. `model` is Megatron's `sharded_state_dict` of the
+    parameters.
     """
     described = {entry.data: entry for entry in nested_values(extract_sharded_tensors_and_factories(model)[0])}
     found: dict[str, ShardedTensor] = {}
@@ -242,7 +246,7 @@ def _owned_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, 
 
 
 def _shards(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return views of the tensors that a parameter contains.
+    """Return the tensors that a parameter contains, as views.
 
     Most parameters contain one tensor. The parameter of an MLP's first layer contains two tensors, gate and up.
     """
@@ -250,7 +254,12 @@ def _shards(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTens
 
 
 def _rectangles(values: Tensor, begin: int, shard: ShardedTensor, key: str) -> Iterator[ShardedTensor]:
-    """Split `values`, elements of a shard from index `begin` on, into rectangular pieces of the tensor `key`."""
+    """Yield rectangular pieces of a range of elements of a shard.
+
+    - `values`: the elements of the range.
+    - `begin`: index of the first of these elements in the shard.
+    - `key`: name of the full tensor in the checkpoint.
+    """
     dimensions = len(shard.local_shape)
     if dimensions > 2:
         raise ValueError(f"{shard.key}: optimizer state of {dimensions} dimensions is not supported; expected 1 or 2")

@@ -35,9 +35,10 @@ ALONE = ContextRank()
 
 
 def zigzag(lengths: Sequence[int], ranks: int) -> np.ndarray:
-    """Return each token's position, int64 [N], in the concatenation of the tokens of all ranks.
+    """Return the position of each token after the tokens are split over the ranks, int64 [N].
 
-    The sequence `lengths` are multiples of 2·ranks, so that all ranks have the same number of tokens.
+    A position is an index into the tokens of all ranks, concatenated in the order of the ranks. Each sequence length is
+    a multiple of 2·ranks, so all ranks have the same number of tokens.
     """
     piece, start, places = sum(lengths) // ranks, 0, [np.zeros(0, np.int64)]
     for length in lengths:
@@ -52,7 +53,7 @@ def zigzag(lengths: Sequence[int], ranks: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TokenOwners:
-    """For each of M scored tokens, the context rank that predicts it."""
+    """For each of M scored tokens, the context rank that predicts the token."""
 
     owner_M: Tensor  # int64
     context: ContextRank
@@ -63,22 +64,22 @@ class TokenOwners:
         return self.owner_M == self.context.rank
 
     def at(self, rows_R: Tensor) -> "TokenOwners":
-        """Return the owners of the R tokens with the indices `rows_R`, int64 [R]."""
+        """Return the owners of the R scored tokens with the indices `rows_R` (int64 [R])."""
         return replace(self, owner_M=self.owner_M[rows_R])
 
     def mine_among(self, rows_R: Tensor) -> Tensor:
-        """Return the indices of tokens among the m tokens that this rank predicts.
+        """Return those tokens of `rows_R` that this rank predicts, in the order of `rows_R`.
 
-        These are the tokens of `rows_R` that this rank predicts, in the order of `rows_R`.
+        The tokens are returned as indices among the m tokens that this rank predicts.
         """
         number_M = self.mine_M.cumsum(0) - 1
         return number_M[rows_R[self.mine_M[rows_R]]]
 
     def whole(self, values_m: Tensor) -> Tensor:
-        """Return the values of all ranks, [M, ...], in token order on every rank. Collective.
+        """Gather the values of all ranks in token order, [M, ...]. Collective.
 
-        All ranks compute the same loss from the gathered values. Each rank therefore has the complete gradient of its
-        own values, and the backward pass needs no communication.
+        Every rank gets all values, and all ranks compute the same loss from them. Each rank therefore has the complete
+        gradient of its own values, and the backward pass needs no communication.
         """
         gathered: Tensor = _Gather.apply(values_m, self)
         return gathered

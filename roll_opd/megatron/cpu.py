@@ -26,7 +26,7 @@ _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "
 
 
 class _NoStream:
-    """CUDA stream or event that does nothing: operations on a CPU run in order."""
+    """CUDA stream or event that does nothing, because operations on a CPU run in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -45,7 +45,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap `constructor` to replace a CUDA `device` by the CPU and to drop `pin_memory`."""
+    """Wrap a tensor constructor: a CUDA `device` is replaced by the CPU, and `pin_memory` is dropped."""
 
     @functools.wraps(constructor)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -182,9 +182,9 @@ def _yield_to_workers() -> None:
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[None]:
-    """Inside the `with` block, create only one process group per set of ranks; Megatron would create about thirty.
+    """Create only one process group per set of ranks inside the `with` block. Megatron would create about thirty.
 
-    Each gloo group normally has a thread that wakes up a hundred times per second; here all groups of a process share
+    Normally, each gloo group has a thread that wakes up a hundred times per second. Here all groups of a process share
     one thread.
     """
     create, made = parallel_state.create_group, {}

@@ -1,4 +1,6 @@
-"""Critic and its training: a Megatron model with a value head that predicts the value of the state before each token.
+"""Critic and its training. The critic is a Megatron model with a value head.
+
+The value head predicts the value of the state before each token.
 
 Legend: N packed tokens, M scored tokens, E hidden size.
 """
@@ -46,7 +48,10 @@ class ValueHead(torch.nn.Module):
 
 
 class TokenValueModel(PackedModel):
-    """GPT model with a value head. `value_head` is added to the last stage after the other weights are loaded."""
+    """GPT model with a value head.
+
+    `value_head` is added to the last pipeline stage after the other weights are loaded.
+    """
 
     value_head: ValueHead
 
@@ -75,7 +80,7 @@ class TokenValueModel(PackedModel):
 
 
 class MegatronCritic(MegatronLearner):
-    """Critic training engine: values and value updates."""
+    """Training engine of the critic: computes values and updates the critic."""
 
     plan: CriticPlan
 
@@ -91,9 +96,10 @@ class MegatronCritic(MegatronLearner):
     def values(
         self, sequences: Sequence[tuple[np.ndarray, int]], assigned: list[list[int]] | None = None
     ) -> dict[int, np.ndarray] | None:
-        """Return the value of the state before each token after the prompt: entry t is for the state before token P+t.
+        """Return the value of the state before each token after the prompt.
 
-        The arguments and the form of the result are those of `compute_logprobs`.
+        Entry t is for the state before token P+t, where P is the prompt length. The arguments and the form of the
+        result are those of `compute_logprobs`.
         """
         samples = [Sample(tokens, prompt_length) for tokens, prompt_length in sequences]
         computed = self._forward(samples, 1.0, lambda values_M, _: {"values": values_M}, assigned)
@@ -105,12 +111,16 @@ class MegatronCritic(MegatronLearner):
         *,
         assigned: list[list[int]] | None = None,
     ) -> TrainResult:
-        """Make one optimizer update from a mini-batch with the columns of `objective.columns.value_columns`.
+        """Make one optimizer update from a mini-batch.
 
-        The `sums` of the result include `weighted_loss`; the sum of `weighted_loss` over all ranks is the loss. They
-        also include four sums over this rank's action tokens: `tokens`, `values`, `squared_error` and `clipped` (the
-        number of tokens whose clipped error is the larger one). With `assigned`, `samples` are only this data-parallel
-        rank's shard (see `samples.sharding`).
+        The samples have the columns of `objective.columns.value_columns`. With `assigned`, `samples` are only this
+        data-parallel rank's shard (see `samples.sharding`).
+
+        The `sums` of the result are those of this rank:
+
+        - `weighted_loss`: this rank's part of the loss. The sum over all ranks is the loss.
+        - `tokens`, `values`, `squared_error`: number of action tokens, and the sums of their values and squared errors.
+        - `clipped`: number of action tokens whose clipped error is larger than their unclipped error.
         """
         loss = partial(_loss, clip=self.plan.value_clip)
         done = self._update(samples, loss, 1.0, assigned=assigned)
@@ -118,7 +128,7 @@ class MegatronCritic(MegatronLearner):
 
 
 def save_critic_hf(critic: MegatronCritic, directory: Path, *, later: bool = False) -> Written:
-    """Save a Hugging Face model directory like `save_hf`: a sequence classification model with one label."""
+    """Save the critic as a Hugging Face sequence classification model with one label, in the way of `save_hf`."""
     return save_hf(critic, directory, later=later, amended=_classifier_config)
 
 
@@ -128,7 +138,7 @@ def _classifier_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_head(head: ValueHead, path: Path) -> None:
-    """Load the value head if the model has one, as reward models and saved critics do."""
+    """Load the value head from a model, if the model has one. Reward models and saved critics have one."""
     with FileSource(path) as files:
         if VALUE_HEAD not in files.names:
             return

@@ -1,12 +1,12 @@
 """Gated delta rule and causal convolution over packed sequences, with gradients (Gated DeltaNet, arXiv 2412.06464).
 
-At the start of each sequence, the state S [K, W] of a head is zero. Each token updates S, with the decay a =
-exp(log_decay):
+The decay of a token is a = exp(log_decay). At the start of each sequence, the state S [K, W] of a head is zero. Each
+token updates S and gives an output:
 
     S <- a S;    S <- S + beta k (v - k S)^T;    output = q S / √K,   with |q| = |k| = 1
 
-Tokens are computed in chunks (section 3.3 of the paper): solving one triangular system gives the updates of all tokens
-of a chunk, so that only the states between chunks are computed sequentially. All computation is in f32.
+Tokens are computed in chunks (section 3.3 of the paper). Solving one triangular system gives the updates of all tokens
+of a chunk, so only the states between chunks are computed sequentially. All computation is in f32.
 
 Legend: X tokens of the concatenated sequences, B rows, L tokens of a row, J chunks of C tokens, G key heads, R value
 heads per key head, K width of queries and keys, W width of values, Y channels.
@@ -35,8 +35,11 @@ NORM_EPSILON = 1e-6  # added to the squared L2 norm of queries and keys
 class SequenceRows:
     """Sequences as rows of padded blocks.
 
-    A block is a tuple (indices of its tokens, cells of these tokens in the block, shape). The shape is (rows, tokens of
-    a row).
+    A block is a tuple (tokens, cells, shape):
+
+    - tokens: indices of the tokens of the block.
+    - cells: indices of these tokens in the flattened block.
+    - shape: number of rows, and number of tokens of a row.
     """
 
     positions_X: Tensor  # int64, positions of tokens in their sequences
@@ -45,7 +48,7 @@ class SequenceRows:
 
 
 def sequence_rows(bounds: Sequence[int], device: torch.device) -> SequenceRows:
-    """Return the sequences between `bounds` as rows of blocks. Each block has sequences of similar length."""
+    """Arrange the sequences between `bounds` as rows of blocks. Each block has sequences of similar length."""
     ranges = [torch.arange(start, end) for start, end in itertools.pairwise(bounds)]
     filled, blocks = [tokens for tokens in ranges if len(tokens)], []
     for block in blocks_of_similar_size([(len(tokens),) for tokens in filled], MAX_PADDING):
@@ -65,11 +68,11 @@ def gated_delta_rule(
     beta_XGR: Tensor,
     sequences: SequenceRows,
 ) -> Tensor:
-    """Return the outputs [X, G, R, W], in the dtype of the values.
+    """Return the outputs of the gated delta rule, [X, G, R, W], in the dtype of the values.
 
-    Queries and keys are normalised here; `log_decay` and `beta` are f32. For half precision on a GPU, the kernel of
-    flash-linear-attention is used if it is installed. Otherwise the backward pass recomputes each block's forward pass,
-    so that chunks are not stored.
+    Queries and keys are normalised in this function. `log_decay` and `beta` are f32. For half precision on a GPU, the
+    kernel of flash-linear-attention is used if it is installed. Otherwise the backward pass recomputes the forward pass
+    of each block, so that chunks are not stored.
     """
     given = (query_XGK, key_XGK, value_XGRW, log_decay_XGR, beta_XGR)
     if value_XGRW.is_cuda and value_XGRW.dtype is not torch.float32 and (kernel := _fla_kernel()):
@@ -86,9 +89,11 @@ def gated_delta_rule(
 
 
 def _rows(places_A: Tensor, cells_A: Tensor, shape: tuple[int, int], *given_X: Tensor) -> Tensor:
-    """Return the outputs [A, G, R, W] of the tokens `places_A`.
+    """Return the outputs of the tokens of one block, [A, G, R, W].
 
-    The tokens are copied to the cells `cells_A` of a block, and the block is computed.
+    - `places_A`: indices of these tokens.
+    - `cells_A`: cells of the block to which the tokens are copied.
+    - `shape`: shape of the block.
     """
     padded = []
     for tensor in given_X:
@@ -101,9 +106,10 @@ def _rows(places_A: Tensor, cells_A: Tensor, shape: tuple[int, int], *given_X: T
 def chunked_delta_rule(
     query_BLGK: Tensor, key_BLGK: Tensor, value_BLGRW: Tensor, log_decay_BLGR: Tensor, beta_BLGR: Tensor
 ) -> Tensor:
-    """Return the outputs, f32 [B, L, G, R, W]. At the start of each row, the state is zero.
+    """Return the outputs of padded rows, f32 [B, L, G, R, W].
 
-    Padding with zeros at the end of a row does not change the outputs before the padding.
+    At the start of each row, the state is zero. Padding with zeros at the end of a row does not change the outputs
+    before the padding.
     """
     length = query_BLGK.size(1)
     chunk = min(CHUNK, -(-length // SMALLEST_CHUNK) * SMALLEST_CHUNK)
@@ -146,8 +152,9 @@ def normalised(tensor: Tensor) -> Tensor:
 def causal_convolution(input_XY: Tensor, weight_YC: Tensor, positions_X: Tensor) -> Tensor:
     """Return the depthwise causal convolution followed by SiLU, [X, Y], in the dtype of the input.
 
-    `weight_YC` has C taps. The last tap is multiplied with the token itself. `positions_X`, int64, has the position of
-    each token in its sequence; the positions ensure that no tap reads tokens of the previous sequence.
+    - `weight_YC`: C taps. The last tap is multiplied with the token itself.
+    - `positions_X`: position of each token in its sequence, int64. With the positions, no tap reads tokens of the
+      previous sequence.
     """
     taps, input_f32 = weight_YC.size(1), input_XY.float()
     total = input_f32 * weight_YC[:, -1].float()
@@ -160,7 +167,7 @@ def causal_convolution(input_XY: Tensor, weight_YC: Tensor, positions_X: Tensor)
 
 @cache
 def _fla_kernel() -> Any:
-    """Return the kernel of the package flash-linear-attention; None if it is not installed."""
+    """Return the kernel of the package flash-linear-attention, or None if the package is not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:

@@ -1,8 +1,11 @@
 """f32 operations whose bits do not depend on the parallel layout.
 
 The same weights under two layouts should give the same log-probs, because a difference would look like a KL divergence.
-Two effects make the last bits depend on the layout. The first effect is the order of sums over a sharded dimension. The
-second effect is the remainder of a vectorised loop: torch computes exp of the remaining elements with a scalar routine.
+Two effects make the last bits depend on the layout:
+
+- the order of sums over a sharded dimension;
+- the remainder of a vectorised loop, because torch computes exp of the remaining elements with a scalar routine.
+
 In f32, the dtype of the numerical tests, this module avoids both effects. Other dtypes use the usual, faster kernels.
 
 Legend: N packed tokens, P pieces of an inner dimension, K width of a piece, O output features.
@@ -46,15 +49,15 @@ class ExactRowParallelLinear(RowParallelLinear):
         return product.view(*input.shape[:-1], -1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output, in the dtype of `input_`, and the bias, as Megatron's layer does."""
+        """Return (output, bias), as Megatron's layer does. The output has the dtype of `input_`."""
         output, bias = super().forward(input_)
         return output.to(input_.dtype), bias
 
 
 def exact_silu(hf_config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """Return SiLU for f32.
+    """Return the SiLU function for f32.
 
-    SiLU is computed in f64 if the width of the MLP's smallest shard is not a multiple of `VECTOR`.
+    The function computes in f64 if the width of the MLP's smallest shard is not a multiple of `VECTOR`.
     """
     width = getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size
     smallest_shard = width // hf_config.num_key_value_heads

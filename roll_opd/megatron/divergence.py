@@ -1,9 +1,11 @@
 """Vocabulary-parallel divergence and entropy over the whole vocabulary, computed from hidden states.
 
-The divergence and the entropy are sums of a function f over the columns of the vocabulary. f depends on the student's
-log-prob; for the divergence, f also depends on the teacher's log-prob. Let p be the student's probability of a column
-and g = ∂f/∂log-prob. The gradient of the column's logit is then g - p Σg. The forward pass therefore keeps only Σg and
-the log-normalisers, which are a few numbers per token, and the backward pass recomputes the columns.
+The divergence and the entropy are sums of a function f over the columns of the vocabulary. For the entropy, f depends
+on the student's log-prob. For the divergence, f depends on the log-probs of the student and of the teacher.
+
+Let p be the student's probability of a column, and let g = ∂f/∂log-prob. The gradient with respect to the column's
+logit is then g - p Σg. The forward pass therefore keeps only Σg and the log-normalisers, which are a few numbers per
+token, and the backward pass recomputes the columns.
 
 Legend: M scored tokens, C of them in a chunk, E and F hidden sizes of student and teacher, V vocabulary columns on this
 rank.
@@ -29,7 +31,7 @@ def vocab_parallel_divergence(
     measure: ColumnSum,
     teacher_cap: float | None = None,
 ) -> Tensor:
-    """Return the divergence of student and teacher over the vocabulary, f32 [M], with a gradient only for the student.
+    """Return the divergence of student and teacher over the vocabulary, f32 [M]. Only the student gets a gradient.
 
     Args:
         hidden_ME: the student's hidden states. `logprobs.vocab_parallel_logprobs` describes their gradient.
@@ -48,13 +50,17 @@ def vocab_parallel_divergence(
 
 
 def vocab_parallel_entropy(hidden_ME: Tensor, vocab: VocabShard) -> Tensor:
-    """Return the entropy of the distribution of the next token in nats, f32 [M]."""
+    """Return the entropy of the next-token distribution in nats, f32 [M]."""
     student = (vocab.columns,)
     return _VocabParallelSum.apply(hidden_ME, vocab.weight_VE, None, None, ENTROPY, student, vocab.weight_grad_VE)
 
 
 def shard_of_head(head_WF: Tensor, *, first: int, columns: int) -> Tensor:
-    """Return rows `first` to `first + columns` of a teacher's output embedding, padded with zeros."""
+    """Return a shard of a teacher's output embedding, padded with zeros at the end.
+
+    - `first`: index of the first row of the shard.
+    - `columns`: number of rows of the shard, one per vocabulary column of this rank (V).
+    """
     shard_VF = head_WF.new_zeros(columns, head_WF.size(1))
     mine_VF = head_WF[first : first + columns]
     shard_VF[: len(mine_VF)] = mine_VF

@@ -1,8 +1,8 @@
 """Megatron engine of one rank: builds a model in a layout, and computes token log-probs and distillation targets.
 
 The engine runs under plain `torchrun` or in a Ray worker. Every method is collective: all ranks of the role call it.
-Either all ranks pass the same arguments, or each data-parallel rank passes its own shard with the micro-batches in
-`assigned` (see `samples.sharding`).
+There are two ways to pass a batch. Either all ranks pass the whole batch, or each data-parallel rank passes its own
+shard together with the micro-batches in `assigned` (see `samples.sharding`).
 """
 
 import math
@@ -46,7 +46,10 @@ class TargetRequest:
     vocab_size: int | None = None  # `topk` and `ids` are over the first `vocab_size` tokens; None: over all
 
     def values(self, head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
-        """Return the requested values of a micro-batch by name, each [M] or [M, K]."""
+        """Return the requested values of a micro-batch by name.
+
+        Each value is a tensor with one row per scored token, so with M rows.
+        """
         values, within = {"logprobs": head.logprobs()}, head.within(self.vocab_size)
         if self.topk is not None:
             ids_MK, logprobs_ML = within.topk(self.topk)
@@ -64,8 +67,8 @@ class TargetRequest:
 def check_scored_tokens(samples: Iterable[Sample], vocab_size: int) -> None:
     """Raise ValueError if a scored token is outside the `vocab_size` token ids of the softmax.
 
-    On the device, such a token would have a logit of 0. Ids are checked here, on the host, because a check of ids on
-    the device would wait for the device.
+    On the device, the logit of such a token would count as 0. The ids are checked on the host, because the host would
+    have to wait for the result of a check on the device.
     """
     largest = max((int(sample.response_tokens.max(initial=0)) for sample in samples), default=0)
     if largest >= vocab_size:
@@ -84,9 +87,9 @@ class MegatronEngine:
     def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = True) -> None:
         """Initialise the process group and load the weights. Raises ValueError for an unsupported model or layout.
 
-        With `deterministic`, two runs give the same bits. In f32, two layouts without context parallelism also give the
-        same bits (see `deterministic_ops`). Without `deterministic`, computation is faster, and results differ between
-        layouts by rounding.
+        With `deterministic`, two runs give the same bits. In f32, two layouts without context parallelism then also
+        give the same bits (see `deterministic_ops`). Without `deterministic`, computation is faster, and results differ
+        between layouts by rounding.
         """
         self.plan, self._exact = plan, deterministic
         if not self.trainable:  # inference engines may read a trainable model's weights through IPC handles
@@ -166,12 +169,16 @@ class MegatronEngine:
         routes: Sequence[np.ndarray | None] | None = None,
         assigned: list[list[int]] | None = None,
     ) -> TokenValues | None:
-        """Return log-probs and the requested targets from one forward pass; takes the arguments of `compute_logprobs`.
+        """Return log-probs and the requested targets from one forward pass.
 
-        The result of each sequence is a dict with `logprobs`, f32 [T-P]. If `request` has `topk` or `ids`, the dict
-        also has `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all
-        other tokens together. If `request` has `plain`, the dict also has `plain_logprobs` f32 [T-P, K]. If `request`
-        has `hidden`, the dict also has `hidden` [T-P, E] (see `samples.transport`).
+        The arguments are those of `compute_logprobs`, and `request`, which names the targets. The result of each
+        sequence is a dict with these entries:
+
+        - `logprobs`: f32 [T-P].
+        - `topk_ids`, `topk_logprobs`: int32 and f32 [T-P, K], if `request` has `topk` or `ids`.
+        - `topk_rest`: log-prob of all other tokens together, f32 [T-P], if `request` has `topk` or `ids`.
+        - `plain_logprobs`: f32 [T-P, K], if `request` has `topk` and `plain`.
+        - `hidden`: [T-P, E], if `request` has `hidden` (see `samples.transport`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if request.ids is not None:
@@ -184,7 +191,10 @@ class MegatronEngine:
         return self._forward(samples, temperature, request.values, assigned)
 
     def output_head(self) -> np.ndarray | None:
-        """Return the full output embedding [W, E] (see `samples.transport`) on one rank, else None. Collective."""
+        """Return the full output embedding [W, E] on one rank, and None on all other ranks. Collective.
+
+        `samples.transport` describes the format of the array.
+        """
         self.memory.check("return its output embedding", Part.WEIGHTS)
         self.wait_for_weights()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -205,8 +215,8 @@ class MegatronEngine:
     ) -> TokenValues | None:
         """Run forward passes without gradients.
 
-        Returns the values that the function `read` computes for the samples of this model replica. Returns None on
-        ranks that do not return results.
+        Returns the values that `read` computes for the samples of this model replica. On ranks that do not return
+        results, the result is None.
         """
         if assigned is None:
             assigned = self._assigned(samples, self.plan.forward_limits)
@@ -227,7 +237,7 @@ class MegatronEngine:
         }
 
     def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, group_size: int = 1) -> list[list[int]]:
-        """Return this data-parallel rank's micro-batches as sample indices; see `samples.sharding`."""
+        """Return the micro-batches of this data-parallel rank, as lists of sample indices (see `samples.sharding`)."""
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.packing.assign(sequences, limits, group_size)[self.data_parallel_rank]
 
@@ -241,10 +251,12 @@ class MegatronEngine:
     ) -> list[Any]:
         """Run Megatron's schedule over this rank's micro-batches.
 
-        `assigned` has one list per micro-batch, with the indices of its samples. On the last pipeline stage, `finish`
-        is called with the model's output and the batch, and the result has one entry per micro-batch. If
-        `forward_only`, an entry is the value that `finish` returns. Otherwise `finish` is a loss function that returns
-        a loss and a report, and an entry is the report.
+        - `assigned`: for each micro-batch, the indices of its samples.
+        - `finish`: function that the last pipeline stage calls with the model's output and the batch.
+
+        On the last pipeline stage, the result has one entry per micro-batch. With `forward_only`, the entry is the
+        value that `finish` returns. Otherwise `finish` is a loss function that returns (loss, report), and the entry is
+        the report.
         """
         self.memory.check("compute", Part.WEIGHTS)
         check_scored_tokens(samples, self._vocab_size)
@@ -315,8 +327,8 @@ class MegatronEngine:
     ) -> Iterator[PackedBatch]:
         """Yield micro-batches with their columns.
 
-        The columns of only one micro-batch are moved to the device at a time, because the columns of all micro-batches
-        may not fit into the device's memory.
+        The columns are moved to the device for one micro-batch at a time, because the columns of all micro-batches may
+        not fit into the device's memory.
         """
         for batch, numbers in zip(packed, assigned, strict=True):
             yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))

@@ -30,9 +30,9 @@ _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".ms
 
 
 def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) on rank 0, nothing on other ranks. Collective: iterate to the end.
+    """Yield (Hugging Face name, full tensor) on rank 0, and nothing on other ranks.
 
-    Adapters are merged into the weights.
+    Collective: every rank must iterate to the end. Adapters are merged into the weights.
     """
     engine.memory.check("export its weights", Part.WEIGHTS)
     engine.wait_for_weights()
@@ -40,7 +40,10 @@ def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def hf_tensors_on_all_ranks(engine: MegatronEngine, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) on every rank; `shapes` has the shapes of all tensors. Collective."""
+    """Yield (Hugging Face name, full tensor) on every rank. Collective.
+
+    `shapes` has the shapes of all tensors.
+    """
     engine.wait_for_weights()
     return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks], shapes)
 
@@ -48,14 +51,18 @@ def hf_tensors_on_all_ranks(engine: MegatronEngine, shapes: Shapes) -> Iterator[
 def weight_buckets(
     engine: MegatronEngine, memories: Sequence[BucketMemory], model_dtype: torch.dtype, limit: int = BUCKET_BYTES
 ) -> Iterator[tuple[BucketMemory, bool]]:
-    """Yield the weights in buckets (see `bucketed`) on rank 0, nothing elsewhere. Collective: iterate to the end."""
+    """Yield the weights in buckets (see `bucketed`) on rank 0, and nothing on other ranks.
+
+    Collective: every rank must iterate to the end.
+    """
     return bucketed(hf_tensors(engine), memories, model_dtype, limit)
 
 
 def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False) -> Written:
-    """Save the adapters in `peft`'s format on rank 0; return a callable that returns the files. Collective.
+    """Save the adapters in `peft`'s format on rank 0. Collective.
 
-    With `later`, the adapters are only copied to host memory, and the callable writes them.
+    Returns a callable that returns the written files. With `later`, the adapters are only copied to host memory, and
+    the callable writes them.
     """
     adapters = engine.adapters
     assert adapters is not None
@@ -85,11 +92,13 @@ def save_hf(
 ) -> Written:
     """Save a model directory for `transformers` and vLLM. Collective.
 
-    The result is a callable that returns the files of the directory. Rank 0 writes one file after another and holds
-    only one file in memory. With `later`, it copies the whole model to host memory, and the callable writes the files.
-    The new config.json is the config.json of the loaded model after the changes of the function `amended`. The
-    tokenizer files of the loaded model are copied, but its README.md is not. If a file cannot be written, the function
-    raises OSError, and the caller removes the unfinished directory.
+    Returns a callable that returns the files of the directory. Rank 0 writes one file after another, and holds only one
+    file in memory. With `later`, rank 0 only copies the whole model to host memory, and the callable writes the files.
+
+    `amended` is a function that takes the config.json of the loaded model and returns the new config.json. The
+    tokenizer files of the loaded model are copied, but its README.md is not.
+
+    If a file cannot be written, OSError is raised. The caller then removes the unfinished directory.
     """
     bundles: Iterable[Bundle] = _bundles(engine, FILE_BYTES)
     write = partial(_write_hf, Path(engine.plan.model.path), directory, list(bundles) if later else bundles, amended)
@@ -97,13 +106,13 @@ def save_hf(
 
 
 def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:
-    """Yield host copies of the weights on rank 0, in bundles of one tensor or of at most `size` bytes. Collective."""
+    """Yield host copies of the weights on rank 0, in bundles (see `_grouped`). Collective."""
     tensors = as_stored(hf_tensors(engine), read_model(Path(engine.plan.model.path)))
     return _grouped(((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors), size)
 
 
 def _grouped(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bundle]:
-    """Yield the tensors in bundles of one tensor or of at most `size` bytes."""
+    """Yield the tensors in bundles. A bundle has at most `size` bytes, or a single larger tensor."""
     bundle: Bundle = []
     held = 0
     for name, tensor in tensors:
@@ -119,7 +128,7 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bundl
 def _write_hf(
     source: Path, directory: Path, bundles: Iterable[Bundle], amended: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> list[Path]:
-    """Write a model directory with new weights and the other files of `source`; return the written files.
+    """Write a model directory with new weights and the other files of `source`. Returns the written files.
 
     If there are no bundles, nothing is written, and the list is empty.
     """
@@ -146,7 +155,7 @@ def _write_hf(
 
 
 def _with_kept(bundles: Iterable[Bundle], source: Path) -> Iterator[Bundle]:
-    """Yield the bundles, then the unchanged tensors of `source` that are never loaded (`ModelInfo.kept`)."""
+    """Yield the bundles, and then the unchanged tensors of `source` that are never loaded (`ModelInfo.kept`)."""
     is_written = False
     for bundle in bundles:
         is_written = True
@@ -171,7 +180,10 @@ def _copy_model_files(
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: Path, config: Path) -> Path:
-    """Write a safetensors file with the permissions of `config`; by default only the owner could read the file."""
+    """Write a safetensors file with the permissions of the file `config`.
+
+    Without these permissions, only the owner could read the file.
+    """
     save_file(tensors, file, metadata={"format": "pt"})
     shutil.copymode(config, file)
     return file

@@ -1,4 +1,4 @@
-"""Parts of layers that differ from the parts of Llama's layers.
+"""Parts of layers in which model families differ from Llama.
 
 `models.families` describes these parts with `Pieces`.
 
@@ -31,7 +31,7 @@ _CACHE: Any = WeakTensorKeyDictionary()
 
 
 class ZeroCentredRMSNorm(LocalRMSNorm):
-    """RMSNorm that multiplies by 1 + weight, in f32."""
+    """RMSNorm that multiplies by 1 + weight. It is computed in f32."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the normalised `hidden`, in its dtype."""
@@ -40,10 +40,10 @@ class ZeroCentredRMSNorm(LocalRMSNorm):
 
 
 class HeadsRMSNorm(LocalRMSNorm):
-    """RMSNorm over the queries or keys of all heads together, also over the heads of other tensor ranks.
+    """RMSNorm over the queries or keys of all heads together, including the heads of other tensor ranks.
 
-    Every rank has the weights of all heads. Megatron therefore sums the gradient of these weights over the ranks, as it
-    does for other norms of queries and keys.
+    Every rank has the weights of all heads. Megatron therefore sums the gradient of these weights over the ranks, as
+    for other norms of queries and keys.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5) -> None:
@@ -64,7 +64,7 @@ class HeadsRMSNorm(LocalRMSNorm):
 
 
 class OutputNorm(torch.nn.Module):
-    """Norm after attention or MLP, followed by the addition to the residual; replaces Megatron's addition."""
+    """Norm after attention or MLP, followed by the addition to the residual. It replaces Megatron's addition."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class FamilyAttention(SelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Any = None, **given: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and its bias.
+        """Return (output, bias).
 
-        `rotary_pos_emb` f32 [n, K, 1, D] has the frequencies of all K kinds; each layer uses at most one kind.
+        `rotary_pos_emb` has the frequencies of all K kinds, f32 [n, K, 1, D]. Each layer uses at most one kind.
         """
         if self._rotary is not None:
             frequencies = given.pop("rotary_pos_emb")
@@ -109,18 +109,18 @@ class FamilyAttention(SelfAttention):
 
 
 class ExpertOutput(RowParallelLinear):
-    """Output projection of an expert with a bias; Megatron's MLP adds the bias in place."""
+    """Output projection of an expert that has a bias. Megatron's MLP adds the bias in place."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the bias; views are copied, because autograd forbids changing them in place."""
+        """Return (output, bias). An output that is a view is copied, because autograd forbids changing it in place."""
         output, bias = super().forward(input_)
         return output.clone() if output._is_view() else output, bias
 
 
 class BiasedExperts(SequentialMLP):
-    """Experts with biases.
+    """Experts with biases. Exactly one expert-tensor rank is supported.
 
-    Exactly one expert-tensor rank is supported, because each of several ranks would add the output bias.
+    If there were several ranks, each of them would add the output bias.
     """
 
     def __init__(self, experts: int, config: TransformerConfig, *args: Any, **options: Any) -> None:
@@ -135,7 +135,7 @@ class BiasedExperts(SequentialMLP):
 
 
 def pieces_of(config: TransformerConfig) -> Pieces:
-    """Return the pieces of a model's layers."""
+    """Return the `Pieces` that describe a model's layers."""
     return getattr(config, "pieces", Pieces())
 
 

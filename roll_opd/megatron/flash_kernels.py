@@ -1,4 +1,6 @@
-"""Flash attention over packs on GPUs; the environment variable `VARIABLE` chooses torch's or a flash-attn kernel.
+"""Flash attention over packs on GPUs.
+
+The environment variable `VARIABLE` chooses the kernel: torch's, or the kernel of a flash-attn package.
 
 Legend: N packed tokens, X tokens of the expanded sequences (see `PackedSequences`), H local query heads, G local
 key/value heads, D head width.
@@ -24,7 +26,7 @@ WIDTH_MULTIPLE = 8  # all kernels need head widths that are multiples of this
 
 @dataclass(frozen=True)
 class FlashKernel:
-    """A kernel: its package, and which tensors it supports."""
+    """A flash attention kernel: its package, and which tensors it supports."""
 
     module: str | None  # module that has `flash_attn_varlen_func`; None: torch
     package: str  # name of the package, for messages
@@ -43,7 +45,7 @@ KERNELS = {
 
 
 def chosen_kernel() -> FlashKernel:
-    """Return the kernel of this process; raises ValueError for an unknown name in `VARIABLE`."""
+    """Return the kernel that this process uses. Raises ValueError if `VARIABLE` has an unknown name."""
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in KERNELS:
         raise ValueError(f"{VARIABLE}={name} is not a known kernel; use one of {', '.join(KERNELS)}")
@@ -70,7 +72,10 @@ def check_kernel(capability: tuple[int, int]) -> None:
 
 
 def uses_flash_attention(query_NHD: Tensor, value_NGD: Tensor, pack: PackedSequences) -> bool:
-    """Whether a flash attention kernel supports these tensors; all kernels need complete sequences on this rank."""
+    """Whether a flash attention kernel supports these tensors.
+
+    All kernels need complete sequences on this rank, so context parallelism is not supported.
+    """
     width = query_NHD.size(-1)
     return (
         query_NHD.is_cuda
@@ -98,12 +103,14 @@ def _runs_on(kernel: FlashKernel, device: torch.device) -> bool:
 def flash_attention(
     query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, pack: PackedSequences, scale: float, window: int = 0
 ) -> Tensor:
-    """Return the attention output [N, H, D], which has a gradient.
+    """Return the attention output, [N, H, D]. It has a gradient.
 
     The output is computed without padding or scattering. The queries of a sequence are its unshared tokens, which are
-    contiguous in the pack. Keys are gathered only if there are shared prefixes. All kernels align the last query with
-    the last key in the causal mask. With a `window`, each query sees `window` keys, including its own key. Layers with
-    a window use torch's kernel.
+    contiguous in the pack. Keys are gathered only if there are shared prefixes. In the causal mask, all kernels align
+    the last query with the last key.
+
+    `window` is the number of keys that a query sees, including its own key. 0 means that the number of keys is not
+    limited. Layers with a window use torch's kernel.
     """
     own, whole = pack.own, pack.whole
     assert own is not None and whole is not None
@@ -127,8 +134,10 @@ def _torch_kernel(
 ) -> Tensor:
     """Return the attention outputs of packed queries, [N, H, D].
 
-    `own` has the queries' segments, `whole` the keys' segments; the i-th segment of queries and the i-th segment of
-    keys end at the same token. `torch.nn.attention.varlen` calls the same operator.
+    - `own`: segments of the queries.
+    - `whole`: segments of the keys. Segment i of the queries and segment i of the keys end at the same token.
+
+    `torch.nn.attention.varlen` calls the same operator.
     """
     lengths = own.cu_seqlens_q, whole.cu_seqlens_kv, own.max_seqlen_q, whole.max_seqlen_kv
     no_dropout, is_causal, returns_mask = 0.0, True, False

@@ -1,7 +1,7 @@
-"""Engine of a self-distillation teacher: its weights are an exponential moving average (EMA) or copy of the student's.
+"""Engine of a self-distillation teacher.
 
-The average is kept in f32 for every model dtype. It is computed elementwise, so that its bits do not depend on the
-layout.
+The weights are an exponential moving average (EMA) or a copy of the student's weights. The average is kept in f32 for
+every model dtype. It is computed elementwise, so its bits do not depend on the layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,10 +36,10 @@ class MegatronFollower(MegatronEngine):
             self.load(Path(plan.model.path))
 
     def follow(self, weights: Mapping[str, Tensor], *, last: bool) -> None:
-        """Set the average to decay · average + (1 - decay) · `weights` (full tensors by Hugging Face name).
+        """Set the average to decay · average + (1 - decay) · weights. Without a decay, copy the weights.
 
-        The weights arrive in parts; `last` marks the last part. If the average equals `weights`, its bits do not
-        change.
+        `weights` maps Hugging Face names to full tensors of the student. The weights arrive in parts, and `last` marks
+        the last part. If the average equals the weights, its bits do not change.
         """
         self.memory.check("update its weights", Part.WEIGHTS)
         self._load = self._load or StreamedLoad(self.weights, self._models, self._update_average)
@@ -62,7 +62,7 @@ class MegatronFollower(MegatronEngine):
             parameter.data.copy_(average)
 
     def save(self, directory: Path, *, later: bool = False) -> Written:
-        """Save the averages as an f32 model directory; see `save_hf`."""
+        """Save the averages as a model directory in f32 (see `save_hf`)."""
         with self._averages_as_weights():
             return save_hf(self, directory, later=later)
 
@@ -79,7 +79,7 @@ class MegatronFollower(MegatronEngine):
 
     @contextmanager
     def _averages_as_weights(self) -> Iterator[None]:
-        """Use the f32 averages as weights inside the `with` block; afterwards the weights are the rounded averages."""
+        """Use the f32 averages as weights inside the `with` block. Afterwards the weights are the rounded averages."""
         self.memory.check("use its weights", Part.WEIGHTS)
         rounded = [parameter.data for parameter in self._parameters]
         for parameter, own in zip(self._parameters, rounded, strict=True):

@@ -1,8 +1,8 @@
 """Fused weight gradients, gradient norm and AdamW on GPUs without Apex or Transformer Engine.
 
-The fused versions consist of torch operations. If Apex and Transformer Engine are not installed, Megatron itself needs
-two more passes over memory per weight gradient, one synchronisation per parameter for the gradient norm, and about ten
-passes for AdamW.
+The fused versions consist of torch operations. If Apex and Transformer Engine are not installed, Megatron's own
+versions need more: two more passes over memory per weight gradient, one synchronisation per parameter for the gradient
+norm, and about ten passes for AdamW.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ from torch import Tensor
 
 
 class WeightGradientKernels:
-    """Functions with the names of Apex's module: the matrix product accumulates into the f32 gradient."""
+    """Replacement of Apex's module, with the same function names.
+
+    The matrix product accumulates into the f32 gradient.
+    """
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input_nI: Tensor, grad_nO: Tensor, total_OI: Tensor) -> None:
@@ -36,7 +39,7 @@ def fuse_weight_gradients() -> None:
 def fuse_gradient_norm() -> None:
     """Replace Megatron's functions for the norm and the scaling of gradients.
 
-    The replacements do not synchronise the device once per parameter.
+    Megatron's functions synchronise the device once per parameter. The replacements do not.
     """
     megatron: Any = clip_grads
     if megatron.l2_norm_impl is local_multi_tensor_l2_norm:
@@ -52,7 +55,7 @@ def _norm(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], *_: 
 
 
 def _scale(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
-    """Multiply the tensors of the first list by `scale` and write the products to the tensors of the second list."""
+    """Multiply the tensors of the first list by `scale`, and write the products to the tensors of the second list."""
     sources, targets = tensor_lists
     if targets is not sources:
         torch._foreach_copy_(targets, sources)
@@ -60,7 +63,7 @@ def _scale(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], sca
 
 
 def fuse_adamw(optimizer: Any) -> None:
-    """Switch torch's AdamW on a GPU to its fused implementation; leave other optimizers unchanged."""
+    """Switch torch's AdamW on a GPU to its fused implementation. Other optimizers are not changed."""
     if isinstance(optimizer, torch.optim.AdamW):
         for group in optimizer.param_groups:
             if all(parameter.is_cuda for parameter in group["params"]):

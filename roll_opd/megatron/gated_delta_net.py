@@ -1,6 +1,6 @@
-"""Gated DeltaNet layers (arXiv 2412.06464), which replace attention in Qwen3-Next and Qwen3.5, over packed sequences.
+"""Gated DeltaNet layers (arXiv 2412.06464) over packed sequences. They replace attention in Qwen3-Next and Qwen3.5.
 
-Heads are split over tensor ranks. With context parallelism, only the projections are split over context ranks: each
+Heads are split over tensor ranks. With context parallelism, only the projections are split over context ranks. Each
 rank gathers the projections of all ranks, computes the recurrence over complete sequences, and keeps the outputs of its
 tokens. Shared prefixes are expanded.
 
@@ -37,7 +37,7 @@ def gated_delta_net(linear_out: Any) -> ModuleSpec:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm over each head, multiplied by SiLU of a gate; computed in f32, as in transformers."""
+    """RMSNorm over each head, multiplied by SiLU of a gate. It is computed in f32, as in transformers."""
 
     def __init__(self, width: int, epsilon: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class GatedNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype, device=torch.cuda.current_device()))
 
     def forward(self, input_nHW: Tensor, gate_nHW: Tensor) -> Tensor:
-        """Return [n, H, W] in the dtype of the input."""
+        """Return the normalised and gated heads, [n, H, W], in the dtype of the input."""
         # each tensor rank has the gradient from its heads; the weight's gradient is the sum over tensor ranks
         weight_W = copy_to_tensor_model_parallel_region(self.weight)
         normed = F.rms_norm(input_nHW.float(), self.weight.shape, eps=self.epsilon).to(input_nHW.dtype)
@@ -53,7 +53,7 @@ class GatedNorm(torch.nn.Module):
 
 
 class GatedDeltaNet(MegatronModule):
-    """Gated DeltaNet that replaces a layer's `self_attention`; its sizes are in `config.delta`."""
+    """Gated DeltaNet that replaces a layer's `self_attention`. Its sizes are in `config.delta`."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, linear_out: Any, attn_mask_type: Any = None, **groups: Any
@@ -102,7 +102,7 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [s, 1, E]."""
+        """Return (output, bias). The output is [s, 1, E]."""
         pack, groups = packed_seq_params, self.local_heads
         query, key, value, gate, beta, decay = (
             self.linear_in(hidden_s1E)[0][:, 0].unflatten(-1, (groups, -1)).split(self.sizes.of_key_head, -1)
@@ -118,7 +118,7 @@ class GatedDeltaNet(MegatronModule):
         return output
 
     def _recurrence(self, qkv_XY: Tensor, betas_and_decays: Tensor, sequences: SequenceRows) -> Tensor:
-        """Return the outputs [X, G, R, W] of complete sequences."""
+        """Return the outputs of the recurrence over complete sequences, [X, G, R, W]."""
         sizes, groups = self.sizes, self.local_heads
         convolve: Any = causal_convolution
         if torch.is_grad_enabled():  # without recomputation, the input of each tap would be kept in f32
@@ -141,7 +141,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _rows_of(pack: PackedSequences) -> SequenceRows:
-    """Return the rows of a pack; the first layer creates them for all layers."""
+    """Return the rows of a pack. The first layer creates the rows, and all layers share them."""
     if pack.rows is None:
         assert pack.padding_n is not None
         pack.rows = sequence_rows(pack.bounds, pack.padding_n.device)
@@ -150,7 +150,7 @@ def _rows_of(pack: PackedSequences) -> SequenceRows:
 
 
 def _expanded(tensor_nY: Tensor, pack: PackedSequences) -> Tensor:
-    """Gather the rows of all context ranks, and return the expanded sequences [X, Y].
+    """Gather the tokens of all context ranks. Returns the expanded sequences, [X, Y].
 
     The backward pass sums the gradient over the context ranks.
     """
@@ -160,7 +160,7 @@ def _expanded(tensor_nY: Tensor, pack: PackedSequences) -> Tensor:
 
 
 def _own(tensor_X: Tensor, pack: PackedSequences) -> Tensor:
-    """Return the rows of this context rank's n tokens from the rows of the expanded sequences."""
+    """Select this context rank's n tokens from the tokens of the expanded sequences."""
     if pack.cells_N is None:
         return tensor_X
     assert pack.padding_n is not None

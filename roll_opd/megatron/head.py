@@ -1,7 +1,7 @@
-"""Output head of a model: holds the hidden states at scored positions and the output embedding, but no logits.
+"""Output head of a model: the hidden states at scored positions and the output embedding, without logits.
 
-Legend: M scored tokens, m of them predicted by this context rank, K requested tokens per position, E and F hidden sizes
-of student and teacher, V vocabulary columns on this rank, W columns of the whole vocabulary.
+Legend: M scored tokens, m of them predicted by this context rank, K requested tokens per position, E hidden size of the
+student, F hidden size of the teacher, V vocabulary columns on this rank, W columns of the whole vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,10 @@ from roll_opd.megatron.vocabulary import VocabShard
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """The rows of a teacher's output embedding for the vocabulary columns of this student rank."""
+    """One rank's shard of a teacher's output embedding.
+
+    The shard has the rows for the vocabulary columns of this rank of the student.
+    """
 
     weight_VF: Tensor
     vocab_size: int  # tokens in the teacher's vocabulary, without padding
@@ -28,9 +31,10 @@ class TeacherHead:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """Output of the last pipeline stage. Every method is collective over the tensor and context ranks.
+    """Output of the last pipeline stage.
 
-    Arguments and results are for all M tokens, even if the tokens are split over context ranks.
+    Every method is collective over the tensor and context ranks. Arguments and results are for all M tokens, even if
+    the tokens are split over context ranks.
     """
 
     hidden_mE: Tensor
@@ -40,7 +44,7 @@ class OutputHead:
 
     @property
     def device(self) -> torch.device:
-        """The device of the hidden states; Megatron's schedule reads this attribute of a stage's output."""
+        """The device of the hidden states. Megatron's schedule reads this attribute of a stage's output."""
         return self.hidden_mE.device
 
     def hidden(self) -> Tensor:
@@ -48,20 +52,24 @@ class OutputHead:
         return self._gather(self.hidden_mE)
 
     def logprobs(self) -> Tensor:
-        """Return log-probs of the scored tokens, f32 [M]."""
+        """Return the log-probs of the scored tokens, f32 [M]."""
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, self.targets_m))
 
     def logprobs_with_rest(self, ids_MK: Tensor) -> Tensor:
-        """Return log-probs, f32 [M, K+1].
+        """Return the log-probs of given tokens, and of all other tokens together, f32 [M, K+1].
 
-        The first K columns have the log-probs of the tokens `ids_MK` (int64). The last column has the log-prob of all
+        The first K columns are the log-probs of the tokens `ids_MK` (int64). The last column is the log-prob of all
         other tokens together.
         """
         ids_mK = self._select(ids_MK)
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, ids_mK, with_rest=True))
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the `k` most likely tokens: ids int64 [M, K] and log-probs f32 [M, K+1] (see `logprobs_with_rest`)."""
+        """Return (ids, log-probs) of the `k` most likely tokens.
+
+        - ids: int64 [M, K]
+        - log-probs: f32 [M, K+1]; the last column is the log-prob of all other tokens together
+        """
         ids_mK, logprobs_mL = vocab_parallel_topk(self.hidden_mE, self.vocab, k)
         return self._gather(ids_mK), self._gather(logprobs_mL)
 
@@ -70,9 +78,11 @@ class OutputHead:
         return self._gather(vocab_parallel_entropy(self.hidden_mE, self.vocab))
 
     def divergence(self, teacher_hidden_MF: Tensor, teacher: TeacherHead, measure: ColumnSum) -> Tensor:
-        """Return the divergence from a teacher, f32 [M], over the tokens in both vocabularies.
+        """Return the divergence from a teacher at each scored token, f32 [M].
 
-        `teacher_hidden_MF` are the teacher's final hidden states at the same positions.
+        The divergence is over the tokens that are in both vocabularies.
+
+        `teacher_hidden_MF`: the teacher's final hidden states at the same positions.
         """
         common = self.within(teacher.vocab_size).vocab
         hidden_mF = self._select(teacher_hidden_MF)
@@ -84,18 +94,21 @@ class OutputHead:
     def within(self, vocab_size: int | None) -> "OutputHead":
         """Return this head restricted to the first `vocab_size` tokens of the vocabulary.
 
-        If `vocab_size` is None, the head is not restricted.
+        If `vocab_size` is None, the head is returned unchanged.
         """
         if vocab_size is None:
             return self
         return replace(self, vocab=replace(self.vocab, vocab_size=min(self.vocab.vocab_size, vocab_size)))
 
     def at_temperature(self, temperature: float) -> "OutputHead":
-        """Return this head with the temperature `temperature`."""
+        """Return a copy of this head with another temperature."""
         return replace(self, vocab=replace(self.vocab, temperature=temperature))
 
     def at(self, rows_R: Tensor) -> "OutputHead":
-        """Return this head restricted to the R scored tokens with the indices `rows_R`, int64 [R]."""
+        """Return this head restricted to some of the scored tokens.
+
+        `rows_R`: indices of these tokens, int64 [R].
+        """
         rows_r = rows_R if self.owners is None else self.owners.mine_among(rows_R)
         return replace(
             self,
@@ -121,7 +134,7 @@ def gradient_buffer(weight: Tensor) -> Tensor | None:
 
 
 def whole_head(weight_VE: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather the output embedding [W, E] without padding on every rank of `group`. Collective."""
+    """Gather the full output embedding, [W, E] without padding, on every rank of `group`. Collective."""
     pieces = [torch.empty_like(weight_VE) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, weight_VE.detach().contiguous(), group=group)
     return torch.cat(pieces)[:vocab_size]
@@ -130,9 +143,13 @@ def whole_head(weight_VE: Tensor, vocab_size: int, group: dist.ProcessGroup) -> 
 def teacher_head(
     head_WF: Tensor, columns: int, group: dist.ProcessGroup, device: torch.device, logit_cap: float | None
 ) -> TeacherHead:
-    """Return a teacher's output head with only this rank's rows of the teacher's output embedding.
+    """Return this rank's shard of a teacher's output embedding.
 
-    Each rank of the student's `group` has `columns` rows.
+    Args:
+        head_WF: the teacher's full output embedding.
+        columns: number of vocabulary columns on each rank of `group`.
+        group: the student's tensor-parallel group.
+        logit_cap: bound of the teacher's logits, or None.
     """
     shard_VF = shard_of_head(head_WF, first=dist.get_rank(group) * columns, columns=columns)
     return TeacherHead(shard_VF.to(device), head_WF.size(0), logit_cap)

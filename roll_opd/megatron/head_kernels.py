@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Triton kernels of the output head: softmax statistics and log-prob gradients in one pass over the logits.
 
-torch's operations need six passes over the f32 logits in forward and eight in backward. On an H100 these passes took
-half as long as the matrix products of the head. Import this module only on GPUs: Triton compiles each kernel at its
-first call.
+torch's operations need six passes over the f32 logits in forward and eight in backward. On an H100, these passes took
+half as long as the matrix products of the head. Import this module only on GPUs, because Triton compiles each kernel at
+its first call.
 
 Legend: C tokens of a chunk, V vocabulary columns.
 """
@@ -51,9 +51,10 @@ def _gradient_kernel(logits, out, normalisers, grads, targets, columns, stride, 
 
 
 def peaks_and_sums(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's largest logit, f32 [C], and Σ exp(logit - largest), f64 [C].
+    """Return (peaks, sums) of each row of logits. The kernel does not modify `logits_CV`.
 
-    The kernel does not modify `logits_CV`.
+    - peaks: the largest logit, f32 [C]
+    - sums: Σ exp(logit - peak), f64 [C]
     """
     rows, columns = logits_CV.shape
     peaks_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
@@ -66,11 +67,13 @@ def peaks_and_sums(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 def logprob_gradient(
     logits_CV: Tensor, log_normaliser_C: Tensor, grad_C: Tensor, target_C: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of raw f32 logits [C, V], in `dtype`, given the gradient of the log-probs `grad_C` (f32).
+    """Return the gradient of raw logits, [C, V] in `dtype`, from the gradient of the log-probs.
 
     Args:
+        logits_CV: raw logits, f32.
         log_normaliser_C: f64, log-normalisers of logits · `scale`.
-        target_C: int64, columns of the targets; columns outside of 0 to V - 1 are on other ranks.
+        grad_C: f32, gradient of the log-probs.
+        target_C: int64, columns of the targets. A column outside of 0 to V - 1 is on another rank.
         scale: inverse temperature.
     """
     rows, columns = logits_CV.shape

@@ -1,11 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over packed sequences.
 
-Keys and values of all heads are projected from one latent vector per token; all heads share the rotated part of a key.
+Keys and values of all heads are projected from one latent vector per token. All heads share the rotated part of a key.
 This module materialises keys and values, and `PackedAttention` computes the attention.
 
 Legend: n packed tokens of this context rank, s of them on this tensor rank (sequence parallelism), E hidden size, H
-local heads, D width of a query or key, R width of its rotated part, W width of a value, C width of the latent
-vector.
+local heads, D width of a query or key, R width of its rotated part, W width of a value, C width of the latent vector.
 """
 
 from dataclasses import dataclass
@@ -65,12 +64,18 @@ def latent_sizes(hf_config: PretrainedConfig) -> LatentSizes | None:
 
 
 def latent_attention(linear_proj: Any) -> ModuleSpec:
-    """Return the module spec of latent attention with an output projection of class `linear_proj`."""
+    """Return the module spec of latent attention.
+
+    `linear_proj`: class of the output projection.
+    """
     return ModuleSpec(module=LatentSelfAttention, params={"linear_proj": linear_proj})
 
 
 class DownProjection(torch.nn.Linear):
-    """Linear layer that all tensor ranks replicate; with sequence parallelism each rank applies it to its tokens."""
+    """Linear layer that is replicated on all tensor ranks.
+
+    With sequence parallelism, each rank applies the layer to its own tokens.
+    """
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         device = torch.cuda.current_device()
@@ -84,7 +89,7 @@ def _up_projection(options: dict[str, Any], inputs: int, outputs: int) -> Column
 
 
 class LatentSelfAttention(MegatronModule):
-    """Latent attention that replaces a layer's `self_attention`; its sizes are in `config.latent`."""
+    """Latent attention, used as a layer's `self_attention`. The sizes are in `config.latent`."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, linear_proj: Any, attn_mask_type: Any = None, **groups: Any
@@ -119,7 +124,10 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [s, 1, E]. `rotary_pos_emb`, f32 [n, 1, 1, R], has one row of frequencies per token."""
+        """Return (output, bias) of the output projection. The output is [s, 1, E].
+
+        `rotary_pos_emb`: frequencies, f32 [n, 1, 1, R], one row per token.
+        """
         query_nHD = self._queries(hidden_s1E, rotary_pos_emb)
         key_nHD, value_nHW = self._keys_and_values(hidden_s1E, rotary_pos_emb)
         attend: Any = partial(self.core_attention, packed_seq_params=packed_seq_params)

@@ -1,10 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Triton kernels of dense layers: norm and rotation of queries and keys, and SwiGLU.
 
-One pass over the memory computes norm and rotation, in f32 throughout. Without this kernel, the rotation alone takes
-nine passes, and the norm and the copies around the two operations take further passes. torch would compile Megatron's
-SwiGLU, and the compilation takes seconds for each of the first pack sizes. Import this module only on GPUs: Triton
-compiles each kernel at its first call.
+One kernel computes norm and rotation in f32, in one pass over the memory. Without this kernel, the rotation alone takes
+nine passes. The norm, and the copies around the two operations, take further passes.
+
+SwiGLU has a kernel because torch would compile Megatron's SwiGLU. That compilation takes seconds for each of the first
+pack sizes.
+
+Import this module only on GPUs, because Triton compiles each kernel at its first call.
 
 Legend: n packed tokens, H query heads, G key/value heads, D head width, X columns of the projection (G groups, each
 with H/G queries, a key and a value), I inner size of SwiGLU on this rank.
@@ -22,7 +25,7 @@ TOKENS = 32  # tokens per program; a program computes one head
 
 @triton.jit
 def _column(head, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """Return the first column of a head; heads are numbered over queries, then keys, then values."""
+    """Return the first column of a head. Heads are numbered over queries, then keys, then values."""
     each: tl.constexpr = H // G
     of_query = head // each * (each + 2) + head % each
     of_key = (head - H) * (each + 2) + each
@@ -109,7 +112,11 @@ def _qkv_backward_kernel(
 
 
 class NormAndRotate(torch.autograd.Function):
-    """Split a projection [n, X] into queries [n, H, D], keys [n, G, D] (both normed and rotated) and a view of values.
+    """Split a projection [n, X] into queries, keys and values; normalise and rotate the queries and keys.
+
+    - queries: [n, H, D]
+    - keys: [n, G, D]
+    - values: a view of the projection, which is neither normalised nor rotated
 
     The norm weights are None if the heads have no norm. The cosines and sines are f32 [n, D/2].
     """
@@ -165,9 +172,9 @@ class NormAndRotate(torch.autograd.Function):
 
 
 def _pointers(mixed_nX: Tensor, *weights_D: Tensor | None) -> list[Tensor]:
-    """Return the weights as arguments of a kernel.
+    """Return the norm weights as arguments of a kernel.
 
-    A missing weight is replaced by `mixed_nX`; the kernel does not read from this pointer.
+    A kernel needs a pointer even for a missing weight. It gets `mixed_nX`, but does not read it.
     """
     return [mixed_nX if weight is None else weight for weight in weights_D]
 
@@ -205,7 +212,10 @@ def _swiglu_backward_kernel(both, grad, grad_both, width, BLOCK: tl.constexpr):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(first half of the columns) * second half of the columns: [n, 1, 2I] -> [n, 1, I]."""
+    """SwiGLU of a projection: [n, 1, 2I] -> [n, 1, I].
+
+    The result is silu(first half of the columns) * second half of the columns.
+    """
 
     @staticmethod
     def forward(ctx: Any, both_nX: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Layer specs: Transformer Engine's layers for bf16 and fp16 on a GPU if it is installed, otherwise local layers.
 
-f32 layers are always local, because Transformer Engine multiplies f32 matrices in TF32 and the numerical tests need
-f32. In megatron-core's local spec, the norm does not support sequence parallelism, and the attention does not support
-packed sequences. `LocalRMSNorm` supports sequence parallelism and `PackedAttention` supports packed sequences, both on
-every device. `family_layers` has the additions of model families to Llama's layers.
+f32 layers are always local. The numerical tests need f32, but Transformer Engine multiplies f32 matrices in TF32.
+
+megatron-core's local spec has two gaps: its norm does not support sequence parallelism, and its attention does not
+support packed sequences. `LocalRMSNorm` and `PackedAttention` close these gaps on every device. The module
+`family_layers` adds the layers of model families that differ from Llama's.
 """
 
 import os
@@ -43,8 +44,8 @@ TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: l
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
     """Return the layer spec of a pipeline stage: Transformer Engine's layers if supported, else local layers.
 
-    A layer that has experts, latent attention or additions of a model family is always local. For `exact` see
-    `megatron.deterministic_ops`.
+    All layers of a model are local if the model has experts, latent attention or additions of its family. For `exact`
+    see `megatron.deterministic_ops`.
     """
     is_plain = getattr(config, "latent", None) is None and not config.num_moe_experts and pieces_of(config).is_plain
     if is_plain and uses_transformer_engine(config.params_dtype):
@@ -72,7 +73,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, 
 
 
 def _layer_experts(config: TransformerConfig, vp_stage: int | None) -> list[int | None]:
-    """Return the number of experts in each layer of this stage; None for a dense layer."""
+    """Return the number of experts of each layer in this stage, or None for a dense layer."""
     first = get_transformer_layer_offset(config, vp_stage)
     number = get_num_layers_to_build(config, vp_stage)
     pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
@@ -81,7 +82,10 @@ def _layer_experts(config: TransformerConfig, vp_stage: int | None) -> list[int 
 
 
 def _local_layer(config: TransformerConfig, number: int, experts: int | None, exact: bool) -> ModuleSpec:
-    """Return the spec of layer `number`, counted from 0 over all stages."""
+    """Return the local spec of one layer.
+
+    `number`: layer number, counted from 0 over all stages.
+    """
     spec = get_gpt_layer_local_spec(experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
     place_norms(layer, config)
@@ -113,26 +117,26 @@ def _local_layer(config: TransformerConfig, number: int, experts: int | None, ex
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether layers of `dtype` are Transformer Engine's layers.
+    """Return whether layers of `dtype` come from Transformer Engine.
 
-    This is the case on a GPU if `dtype` is not f32 and if Transformer Engine is installed and enabled.
+    They do on a GPU, unless `dtype` is f32, or Transformer Engine is not installed or is disabled.
     """
     is_enabled = os.environ.get(TRANSFORMER_ENGINE) != "0"
     return is_enabled and dtype is not torch.float32 and torch.cuda.is_available() and transformer_engine_installed()
 
 
 def transformer_engine_attends(capability: tuple[int, int], *, has_flash_attention: bool, deterministic: bool) -> bool:
-    """Whether Transformer Engine's attention over packs needs only memory linear in the pack length.
+    """Return whether the memory of Transformer Engine's attention is linear in the pack length.
 
-    Without flash-attn 2, Transformer Engine uses cuDNN's attention. cuDNN supports packs from compute capability 9.0
-    on. It supports long packs only if the results need not be deterministic (see `get_attention_backend` in release
-    2.20).
+    With flash-attn 2 it is linear. Without flash-attn 2, Transformer Engine uses cuDNN's attention. cuDNN supports
+    packs from compute capability 9.0 on. It supports long packs only if the results need not be deterministic (see
+    `get_attention_backend` in release 2.20).
     """
     return has_flash_attention or (capability >= (9, 0) and not deterministic)
 
 
 def transformer_engine_installed() -> bool:
-    """Whether Transformer Engine can be imported."""
+    """Return whether Transformer Engine can be imported."""
     from megatron.core.extensions import transformer_engine
 
     return bool(transformer_engine.HAVE_TE)

@@ -1,6 +1,6 @@
-"""Trainable engine with Megatron's optimizer and learning-rate schedule: makes one optimizer update per mini-batch.
+"""Trainable engine with Megatron's optimizer and learning-rate schedule.
 
-An update with a non-finite loss or gradient is skipped on all ranks.
+The engine makes one optimizer update per mini-batch. If a loss or gradient is not finite, all ranks skip the update.
 """
 
 from collections.abc import Sequence
@@ -48,13 +48,13 @@ class Update:
 
     @property
     def sums(self) -> dict[str, float]:
-        """The `sums` of the reports, added over the micro-batches of this rank."""
+        """The `sums` of the loss reports, added over the micro-batches of this rank."""
         sums = [report["sums"] for report in self.reports]
         added = {name: float(sum(tensors[name].double() for tensors in sums)) for name in (sums[0] if sums else ())}
         return added | (self.router_sums if self.reports else {})
 
     def by_sample(self, name: str) -> dict[int, Any]:
-        """Return the entries of the list `name` in all reports, as a dict: index of the sample -> entry."""
+        """Return the entries of the list `name` in the loss reports, as a dict {sample index: entry}."""
         return {
             number: values
             for numbers, report in zip(self.assigned, self.reports, strict=False)
@@ -101,7 +101,7 @@ class MegatronLearner(MegatronEngine):
         group_size: int = 1,
         assigned: list[list[int]] | None = None,
     ) -> Update:
-        """Make one optimizer update from a mini-batch. Collective; see `_add_gradient`."""
+        """Make one optimizer update from a mini-batch. Collective. See `_add_gradient` for the arguments."""
         self._has_gradient = False
         return self._apply(self._add_gradient(samples, loss, temperature, group_size, assigned))
 
@@ -115,10 +115,13 @@ class MegatronLearner(MegatronEngine):
     ) -> Update:
         """Accumulate the gradient of a mini-batch's loss. Collective.
 
-        For a micro-batch, `loss` returns the micro-batch's part of the loss and a report. The part of the loss is
-        already divided by the global count. The report has lists with one entry per sequence, and it has `sums`, a dict
-        of tensors. One of the sums is the loss, with the key `weighted_loss`. `group_size` consecutive samples stay in
-        one micro-batch. With `assigned` (micro-batches as indices of `samples`), `samples` are only this rank's shard.
+        Args:
+            loss: returns (part of the loss, report) for a micro-batch. The part is already divided by the global count.
+                The report contains lists with one entry per sequence, and a dict of tensors, `sums`. The loss itself is
+                `sums["weighted_loss"]`.
+            group_size: this many consecutive samples stay in one micro-batch.
+            assigned: micro-batches, as lists of indices of `samples`. If it is given, `samples` are only this rank's
+                shard.
         """
         self.memory.check("update", *Part)
         if not self._has_gradient:
@@ -139,7 +142,7 @@ class MegatronLearner(MegatronEngine):
     def _apply(self, added: Update, learning_rate: float | None = None) -> Update:
         """Make one optimizer update from the accumulated gradients. Collective.
 
-        Returns `added` with the results of the optimizer update.
+        Returns a copy of `added` that contains the results of the optimizer update.
         """
         finalize_model_grads(list(self.chunks))
         finite = self._all_finite()
@@ -158,7 +161,10 @@ class MegatronLearner(MegatronEngine):
         return replace(added, grad_norm=grad_norm, learning_rate=rate, applied=bool(applied))
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
-        """Return weights, gradients and optimizer state, with the padding of their buffers."""
+        """Return weights, gradients and optimizer state.
+
+        The tensors include the padding of Megatron's buffers.
+        """
         tensors = super()._tensors()
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
         tensors[Part.WEIGHTS] += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
@@ -188,7 +194,7 @@ class MegatronLearner(MegatronEngine):
             chunk.start_param_sync(force_sync=True)
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Count the tokens of all ranks. The number of tokens is the denominator of the routers' auxiliary losses."""
+        """Count the tokens of all ranks. The routers' auxiliary losses are divided by this number."""
         if self.adapters:  # adapters are read by hooks, and Megatron's hooks do not wait for adapters
             self.wait_for_weights()
         if not has_losses(self.weights.config):
@@ -202,7 +208,7 @@ class MegatronLearner(MegatronEngine):
         self.router_losses.reset(float(tokens))
 
     def _after_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Sum the routers' losses and replay counts over this model replica."""
+        """Sum the routers' losses and replay counts over the ranks of this model replica."""
         if not torch.is_grad_enabled():
             return
         config, packs = self.weights.config, [batch.sequences for batch in packed]
@@ -211,9 +217,9 @@ class MegatronLearner(MegatronEngine):
             self._router_sums |= disagreement(packs, expert_layers(config))
 
     def _all_finite(self) -> bool:
-        """Whether all losses and gradients are finite on all ranks.
+        """Return whether all losses and gradients are finite on all ranks.
 
-        The result is the same on all ranks, so that either all ranks or no ranks skip an update.
+        The result is the same on all ranks, because otherwise only some of them would skip the update.
         """
         finite = [loss.isfinite() for loss in self._losses]
         self._losses.clear()
@@ -227,7 +233,7 @@ class MegatronLearner(MegatronEngine):
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers of a chain; a model with experts has a separate optimizer for them."""
+    """Return the optimizers of a chain. A model with experts has a separate optimizer for them."""
     assert isinstance(optimizer, ChainedOptimizer)
     return optimizer.chained_optimizers
 

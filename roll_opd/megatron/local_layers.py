@@ -1,7 +1,7 @@
-"""Modules of local layers: RMSNorm for every device and, for half precision on GPUs, a dense layer with few kernels.
+"""Modules of local layers: RMSNorm for every device, and a dense layer with few kernels for half precision on GPUs.
 
 `DenseLayer` and `PackedSelfAttention` have the same parameters as Megatron's modules. One Triton kernel computes the
-norms and the rotation of queries and keys; a second kernel computes SwiGLU (see `layer_kernels`).
+norms and the rotation of queries and keys. A second kernel computes SwiGLU (see `layer_kernels`).
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ from roll_opd.megatron.packing import PackedSequences
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that supports sequence parallelism; megatron-core's local norm does not.
+    """RMSNorm that supports sequence parallelism, unlike megatron-core's local norm.
 
-    The weight has the attribute that makes Megatron sum its gradient over tensor ranks.
+    The weight has the attribute `sequence_parallel`, so Megatron sums its gradient over tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -34,7 +34,7 @@ _CACHE: Any = WeakTensorKeyDictionary()
 
 
 def fits(config: TransformerConfig) -> bool:
-    """Whether `DenseLayer` and `PackedSelfAttention` implement this configuration."""
+    """Return whether `DenseLayer` and `PackedSelfAttention` support this configuration."""
     plain_attention = not (config.rotary_interleaved or config.attention_output_gate or config.no_rope_freq)
     plain_mlp = config.activation_func is functional.silu and config.gated_linear_unit and not config.add_bias_linear
     return (
@@ -58,9 +58,9 @@ class DenseLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | None = None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [s, 1, E] and `context`.
+        """Return (output, context). The output is [s, 1, E].
 
-        The arguments `given` include the pack and the rotary frequencies of its tokens.
+        `given`: includes `packed_seq_params` (the pack) and `rotary_pos_emb` (the rotary frequencies of its tokens).
         """
         pack = {name: given[name] for name in ("rotary_pos_emb", "packed_seq_params")}
         attended, bias = self.self_attention(self.input_layernorm(hidden_states), **pack)
@@ -87,7 +87,10 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [n, 1, E]. `rotary_pos_emb`, f32 [n, 1, 1, D], has one row of frequencies per token."""
+        """Return (output, bias) of the output projection. The output is [n, 1, E].
+
+        `rotary_pos_emb`: frequencies, f32 [n, 1, 1, D], one row per token.
+        """
         from roll_opd.megatron.layer_kernels import NormAndRotate
 
         linear: Any = self.linear_qkv
@@ -108,7 +111,10 @@ class PackedSelfAttention(SelfAttention):
 
 
 def cos_sin(freqs_n11D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and the sines of a pack, each f32 [n, D/2]; cached, so that all layers use them."""
+    """Return (cosines, sines) of a pack, each f32 [n, D/2].
+
+    The result is cached, so it is computed once for all layers.
+    """
     if freqs_n11D not in _CACHE:
         angles = freqs_n11D[:, 0, 0, : freqs_n11D.size(-1) // 2]
         _CACHE[freqs_n11D] = angles.cos().contiguous(), angles.sin().contiguous()

@@ -16,13 +16,16 @@ from roll_opd.megatron.vocabulary import Columns, VocabShard, backward_through_l
 def vocab_parallel_logprobs(
     hidden_ME: Tensor, vocab: VocabShard, targets: Tensor, *, with_rest: bool = False
 ) -> Tensor:
-    """Return log softmax(hidden · weightᵀ / temperature)[target] as f32 [M] or [M, K].
+    """Return the log-probs of target tokens, f32 [M] or [M, K].
+
+    The log-probs are log softmax(hidden · weightᵀ / temperature)[target].
 
     Args:
-        hidden_ME: hidden states, equal on all ranks of `vocab.group`. Each rank computes only its part of their
-        gradient; the caller sums the parts over the group (Megatron's copy-to and gather-from region functions do so).
-        targets: int64 [M] or [M, K], token ids in the whole vocabulary; the ids of a row are distinct.
-        with_rest: append a column K+1 with the log-prob of all other tokens together; targets must be [M, K].
+        hidden_ME: hidden states, equal on all ranks of `vocab.group`. In backward, each rank computes only its part of
+            their gradient. The caller must sum the parts over the group, for example with Megatron's copy-to or
+            gather-from region functions.
+        targets: int64 [M] or [M, K], token ids in the whole vocabulary. The ids of a row must be distinct.
+        with_rest: append a column K+1 with the log-prob of all other tokens together. `targets` must then be [M, K].
     """
     columns = vocab.columns
     targets_MK = (targets[:, None] if targets.ndim == 1 else targets) - columns.first
@@ -32,10 +35,13 @@ def vocab_parallel_logprobs(
 
 
 def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[Tensor, Tensor]:
-    """Return the `k` most likely tokens in descending order: ids int64 [M, K] and log-probs f32 [M, K+1].
+    """Return (ids, log-probs) of the `k` most likely tokens, in descending order.
 
-    The log-probs have no gradient. Column K+1 is the log-prob of all other tokens together. It is -inf if there are no
-    other tokens. Raises ValueError if `k` is above `vocab.vocab_size`.
+    - ids: int64 [M, K]
+    - log-probs: f32 [M, K+1], without gradient
+
+    Column K+1 is the log-prob of all other tokens together. It is -inf if there are no other tokens. Raises ValueError
+    if `k` is above `vocab.vocab_size`.
     """
     if not 1 <= k <= vocab.vocab_size:
         raise ValueError(
@@ -55,9 +61,14 @@ def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[T
 
 
 def _with_rest(picked_CK: Tensor, log_rest_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs f32 [C, K+1] and log-normalisers f64 [C].
+    """Return (log-probs, log-normalisers) from logits of some tokens and a sum over the others.
 
-    `picked_CK` has the logits of the picked tokens. `log_rest_C` has log Σ exp over the logits of all other tokens.
+    - log-probs: f32 [C, K+1]
+    - log-normalisers: f64 [C]
+
+    Args:
+        picked_CK: logits of the picked tokens.
+        log_rest_C: log Σ exp over the logits of all other tokens.
     """
     both_CL = torch.cat([picked_CK.double(), log_rest_C[:, None]], dim=1)
     log_normaliser_C = both_CL.logsumexp(1)

@@ -2,9 +2,11 @@
 
     y = W x + alpha / rank · B A x
 
-Each Hugging Face linear layer has a separate A and B, as in `peft`, even if Megatron fuses several layers into one
-(queries, keys and values; gate and up). One of the two matrices is sharded like the layer: column-parallel layers shard
-B by rows, and row-parallel layers shard A by columns. The other matrix is replicated on all tensor ranks.
+Each Hugging Face linear layer has separate matrices A and B, as in `peft`. This is also the case if Megatron fuses
+several layers into one, for example the projections of queries, keys and values.
+
+One of the two matrices is sharded like the layer. In column-parallel layers, B is sharded by rows. In row-parallel
+layers, A is sharded by columns. The other matrix is replicated on all tensor ranks.
 
 Legend: n tokens on this rank, I input features and O output features of a layer on this rank, R rank of the adapters.
 """
@@ -47,7 +49,7 @@ class LinearLayer:
 
 
 class Pair(torch.nn.Module):
-    """A and B of one Hugging Face linear layer, and their slicing over tensor ranks."""
+    """Matrices A and B of the adapter of one Hugging Face linear layer, and their slicing over tensor ranks."""
 
     def __init__(
         self,
@@ -58,7 +60,12 @@ class Pair(torch.nn.Module):
         slicings: tuple[TensorSlice, TensorSlice],
         weight: Tensor,
     ) -> None:
-        """`shape` is the shape of the layer's full weight; `weight` is this rank's part of Megatron's fused weight."""
+        """Create A and B, filled with zeros.
+
+        Args:
+            shape: shape of the layer's full weight.
+            weight: this rank's part of Megatron's fused weight.
+        """
         super().__init__()
         self.name, self.inputs, self.slicings = name, shape[1], dict(zip("AB", slicings, strict=True))
         self.A = torch.nn.Parameter(weight.new_zeros(rank, weight.size(1)))
@@ -70,7 +77,11 @@ class Pair(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """Adapter of one Megatron linear layer: adds the low-rank products of its Hugging Face layers to the output."""
+    """Adapter of one Megatron linear layer.
+
+    A Megatron layer may fuse several Hugging Face layers. The adapter adds the low-rank products of all of them to the
+    layer's output.
+    """
 
     is_on = True
 
@@ -96,7 +107,7 @@ class Adapter(torch.nn.Module):
                 _set_parallel_attributes(parameter, slicing, self._sequence_parallel)
 
     def forward(self, input_nI: Tensor) -> Tensor:
-        """Return the adapter's output, [n, 1, O], which is added to the output of the layer."""
+        """Return the adapter's output, [n, 1, O]. The forward hook adds it to the output of the layer."""
         pairs = self._pairs()
         hidden_nR = functional.linear(input_nI, torch.cat([pair.A for pair in pairs]))
         hidden = dict(zip(self._places, self._exchange(hidden_nR).chunk(len(pairs), -1), strict=True))
@@ -109,10 +120,7 @@ class Adapter(torch.nn.Module):
         return self._slicing.arrange(shares, self._ranks, self._sizes, dim=input_nI.dim() - 1) * self._scale
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Merge the adapter into this rank's part of the layer's weight.
-
-        Returns the merged weight [O, I] in the dtype of `weight`.
-        """
+        """Return this rank's part of the layer's weight with the adapter merged, [O, I] in the dtype of `weight`."""
         products = dict(zip(self._places, (pair.product() for pair in self._pairs()), strict=True))
         shares = [
             products[n] if n in products else weight.new_zeros(width, weight.size(1), dtype=torch.float32)
@@ -121,7 +129,10 @@ class Adapter(torch.nn.Module):
         return (weight + self._slicing.arrange(shares, self._ranks, self._sizes) * self._scale).to(weight.dtype)
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Register this adapter as a submodule and as a forward hook of `module`, a linear layer of Megatron."""
+        """Register this adapter as a submodule and as a forward hook of `module`.
+
+        `module`: a linear layer of Megatron.
+        """
         module.add_module(ADAPTER, self)
 
         def add(_: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
@@ -133,10 +144,10 @@ class Adapter(torch.nn.Module):
         return list(self.pairs.values())  # type: ignore[arg-type]
 
     def _exchange(self, hidden_nR: Tensor) -> Tensor:
-        """Exchange A · x between tensor ranks before the multiplication by B.
+        """Communicate A · x between tensor ranks before the multiplication by B.
 
-        For a row-parallel layer, sum the parts of A · x over the ranks. For a column-parallel layer with sequence
-        parallelism, gather the tokens of all ranks.
+        For a row-parallel layer, the parts of A · x are summed over the ranks. For a column-parallel layer with
+        sequence parallelism, the tokens of all ranks are gathered.
         """
         if self._ranks == 1:
             return hidden_nR
@@ -162,7 +173,7 @@ class Adapters:
             adapter.attach(layer.module)
 
     def initialise(self, seed: int) -> None:
-        """Initialise like `peft`: B is zero, and A is uniform. The numbers are the same in every layout."""
+        """Initialise the matrices like `peft`: B is zero, and A is uniform. The values are the same in every layout."""
         for pair in self._pairs():
             key = tensor_name(pair.name, "A")
             generator = torch.Generator().manual_seed(_seed_from(f"{seed} {key}"))
@@ -170,9 +181,9 @@ class Adapters:
             self._fill(pair, "A", TensorSource({key: (2 * whole - 1) / math.sqrt(pair.inputs)}))
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Load the matrices of the `peft` file `where`.
+        """Load the matrices of a `peft` checkpoint.
 
-        Raises ValueError if a matrix is missing or has a wrong shape.
+        Raises ValueError if a matrix is missing or has a wrong shape. `where`: name of the file in the error message.
         """
         wanted = {tensor_name(pair.name, matrix) for pair in self._pairs() for matrix in "AB"}
         if lacking := sorted(wanted - tensors.keys()):
@@ -182,7 +193,10 @@ class Adapters:
                 self._fill(pair, matrix, TensorSource(tensors))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in `peft`, full A or B) for all adapters on rank 0, nothing on other ranks. Collective."""
+        """Yield (name in `peft`, full matrix) for A and B of all adapters. Collective.
+
+        Only rank 0 yields tensors.
+        """
         shards = []
         for pair in self._pairs():
             for matrix, slicing in pair.slicings.items():
@@ -218,7 +232,7 @@ class Adapters:
 
 
 def sharded_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the sharded state dict of a model chunk's adapters; it can be loaded in every layout."""
+    """Return the sharded state dict of the adapters in a model chunk. It can be loaded in every layout."""
     state: dict[str, Any] = {}
     for path, module in model.named_modules():
         if isinstance(module, Pair):
@@ -238,7 +252,10 @@ def module_name(name: str) -> str:
 
 
 def _set_parallel_attributes(parameter: Any, slicing: TensorSlice, sequence_parallel: bool) -> None:
-    """Set Megatron's sharding attributes, so that gradients of replicated parameters are summed over tensor ranks."""
+    """Set Megatron's sharding attributes of a parameter.
+
+    With sequence parallelism, they make Megatron sum the gradient of a replicated parameter over tensor ranks.
+    """
     parameter.tensor_model_parallel = slicing.dim is not None
     parameter.partition_dim, parameter.partition_stride = slicing.dim or 0, 1
     parameter.sequence_parallel = sequence_parallel and slicing.dim is None

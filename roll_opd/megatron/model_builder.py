@@ -1,4 +1,4 @@
-"""Build a Megatron model from a Hugging Face directory; its forward pass returns an `OutputHead` instead of logits.
+"""Build a Megatron model from a Hugging Face directory. Its forward pass returns an `OutputHead` instead of logits.
 
 Legend: n packed tokens of this context rank, m scored tokens predicted by it, E hidden size.
 """
@@ -50,7 +50,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PackedModel(GPTModel):
-    """GPT model over packed sequences that ends with the last hidden states; subclasses add a head."""
+    """GPT model over packed sequences that returns the last hidden states. Subclasses add a head."""
 
     frequencies: Sequence[Tensor]  # rotary frequencies, f32 [rotated width / 2] per kind of layer
     embedding_scale: float  # factor of token embeddings, as in Gemma
@@ -59,11 +59,14 @@ class PackedModel(GPTModel):
 
     @staticmethod
     def before(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """Select the states [m, E] that predict the scored tokens from hidden states [n, 1, E]."""
+        """Select the hidden states that predict the scored tokens, [m, E].
+
+        `hidden`: hidden states of all packed tokens, [n, 1, E].
+        """
         return hidden[:, 0].index_select(0, batch.before_m)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """Return this pipeline stage's hidden states [n, 1, E] of a pack."""
+        """Return the hidden states of a pack at the end of this pipeline stage, [n, 1, E]."""
         self.config.routing_replay.set_pack(batch.sequences)  # type: ignore[attr-defined]
         no_mask: Any = None  # `packed_seq_params` bounds the sequences
         return GPTModel.forward(
@@ -109,7 +112,10 @@ class HeadModel(PackedModel):
     before_head: Callable[[Tensor], None] = staticmethod(lambda weight: None)
 
     def forward(self, batch: PackedBatch, temperature: float) -> Tensor | OutputHead:  # type: ignore[override]
-        """Return the output head of the scored tokens on the last pipeline stage, else hidden states."""
+        """Return the output head of the scored tokens.
+
+        On pipeline stages before the last, return hidden states instead.
+        """
         hidden = self.hidden_states(batch)
         if not self.post_process:
             return hidden
@@ -141,7 +147,10 @@ class HeadModel(PackedModel):
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """Model chunks of this rank (one per virtual pipeline stage), their weight mapping and their adapters."""
+    """Model chunks of this rank, their weight mapping and their adapters.
+
+    There is one chunk per virtual pipeline stage.
+    """
 
     chunks: Sequence[torch.nn.Module]
     weights: ModelWeights
@@ -151,11 +160,14 @@ class BuiltModel:
 def build_model(
     plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, seed: int, trainable: bool, exact: bool
 ) -> BuiltModel:
-    """Build this rank's model chunks with the weights of `plan.model` and the adapters of `plan.lora`. Collective.
+    """Build this rank's model chunks and load their weights. Collective.
 
-    Without `trainable`, all weights are frozen. With adapters, only the adapters are trainable. With `exact`, f32
-    results do not depend on the layout (see `megatron.deterministic_ops`). Raises ValueError if the model is
-    unsupported or the weights do not match its configuration.
+    The weights come from `plan.model`, and the adapters from `plan.lora`. Raises ValueError if the model is
+    unsupported, or if the weights do not match its configuration.
+
+    Args:
+        trainable: if False, all weights are frozen. If there are adapters, only the adapters are trainable.
+        exact: make f32 results independent of the layout (see `megatron.deterministic_ops`).
     """
     if problems := unsupported(Path(plan.model.path)):
         raise ValueError("; ".join(problems))
@@ -207,7 +219,10 @@ def build_model(
 
 
 def decoder_hf_config(path: str) -> PretrainedConfig:
-    """Return the decoder's configuration from a model directory, also if the decoder is part of a multimodal model."""
+    """Return the decoder's configuration from a model directory.
+
+    If the model is multimodal, this is the configuration of its text model.
+    """
     whole = AutoConfig.from_pretrained(path)
     found: PretrainedConfig = whole.get_text_config()
     found.tie_word_embeddings = bool(whole.tie_word_embeddings or found.tie_word_embeddings)
@@ -218,8 +233,9 @@ def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dic
     """Return the defaults of Megatron's fusion options.
 
     The result is empty in f32 and on a CPU. On a CPU, torch would compile the fusions together with the calls that the
-    module `cpu` replaces. `bias_dropout_fusion` is off, because there are neither biases nor dropout. If the activation
-    is not plain SiLU, `has_silu` is false, because Megatron then has no fused activation.
+    module `cpu` replaces. `bias_dropout_fusion` stays off, because there are neither biases nor dropout.
+
+    `has_silu`: whether the activation is plain SiLU. Megatron has no fused activation otherwise.
     """
     if dtype is torch.float32 or not torch.cuda.is_available():
         return {}
@@ -229,7 +245,10 @@ def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dic
 
 
 def is_fused(dtype: torch.dtype) -> bool:
-    """Whether matrix products accumulate weight gradients; they do in local layers in half precision on a GPU."""
+    """Return whether matrix products also accumulate the gradients of weights.
+
+    They do in local layers, in half precision on a GPU.
+    """
     return dtype is not torch.float32 and torch.cuda.is_available() and not uses_transformer_engine(dtype)
 
 

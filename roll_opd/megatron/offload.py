@@ -1,8 +1,8 @@
 """Offload of an engine's device memory to the host while other roles use the device.
 
-Storages are moved, not tensors: a storage is copied to the host, emptied, and later refilled. All views therefore stay
-valid (parameters and gradients in Megatron's buffers, shards of the distributed optimizer). Gradients are not copied,
-because they are set to zero before use. On a CPU, host memory takes the place of device memory.
+Storages are moved, not tensors: a storage is copied to the host, emptied, and later refilled. So all views stay valid,
+for example parameters and gradients in Megatron's buffers, and shards of the distributed optimizer. Gradients are not
+copied, because they are set to zero before use. On a CPU, host memory takes the place of device memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ TensorsOf = Callable[[], Mapping[Part, Iterable[Tensor]]]
 
 
 class OffloadedError(RuntimeError):
-    """An operation needs memory that is offloaded."""
+    """An operation was called while the memory that it needs is offloaded."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """An emptied storage, its original size, and the host copy of its content.
+    """An emptied storage, with its original size and the host copy of its content.
 
     `copy` is None if the content is not kept.
     """
@@ -33,15 +33,17 @@ class _Stored:
 
 
 class DeviceMemory:
-    """Parts of an engine's memory; each part is on the device or offloaded."""
+    """Memory of an engine, divided into parts. Each part is either on the device or offloaded."""
 
     def __init__(self, name: str, device: torch.device, tensors: TensorsOf, *, is_constant: bool) -> None:
-        """Take a function `tensors` that returns the current tensors of each part.
+        """Create the memory of one engine. All parts are on the device.
 
-        With `is_constant`, weights are copied to the host only at the first offload, because they do not change.
+        If a storage contains tensors of several parts, it belongs to the first of these parts in the order of `Part`.
 
-        If tensors of several parts are in one storage, the storage belongs to the first of these parts (order of
-        `Part`).
+        Args:
+            name: name of the engine in error messages.
+            tensors: function that returns the current tensors of each part.
+            is_constant: the weights do not change, so they are copied to the host only at the first offload.
         """
         self._name, self._device, self._tensors, self._is_constant = name, device, tensors, is_constant
         self._offloaded: dict[Part, list[_Stored]] = {}
@@ -49,7 +51,10 @@ class DeviceMemory:
         self._copies: dict[Part, dict[int, Tensor]] = {}  # kept, because allocating pinned memory is slow
 
     def check(self, action: str, *parts: Part) -> None:
-        """Raise OffloadedError unless `parts` are on the device; `action` is a verb phrase for the message."""
+        """Raise OffloadedError unless all `parts` are on the device.
+
+        `action`: a verb phrase for the error message, for example "update".
+        """
         if missing := [part for part in parts if part in self._offloaded]:
             since = self._since[missing[0]]
             raise OffloadedError(
@@ -58,11 +63,14 @@ class DeviceMemory:
             )
 
     def bytes_on_device(self) -> dict[Part, int]:
-        """Return how many bytes of each part are on the device."""
+        """Return the number of bytes on the device for each part."""
         return {part: sum(s.nbytes() for s in stored.values()) for part, stored in self._storages().items()}
 
     def offload(self, parts: Iterable[Part], phase: Phase) -> None:
-        """Copy parts to the host and free their device memory for one phase. Offloaded parts are skipped."""
+        """Move parts to the host and free their device memory. Parts that are already offloaded are skipped.
+
+        The content of gradients is not copied. `phase`: the current phase, for the error message of `check`.
+        """
         storages = self._storages()
         torch.cuda.synchronize()
         for part in Part:
@@ -76,7 +84,10 @@ class DeviceMemory:
         torch.cuda.empty_cache()
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Restore offloaded parts on the device. Parts that are on the device are skipped."""
+        """Restore offloaded parts on the device. Gradients are filled with zeros.
+
+        Parts that are already on the device are skipped.
+        """
         for part in [part for part in Part if part in parts and part in self._offloaded]:
             for each in self._offloaded.pop(part):
                 each.storage.resize_(each.size)
@@ -88,7 +99,7 @@ class DeviceMemory:
         torch.cuda.synchronize()
 
     def _storages(self) -> dict[Part, dict[int, torch.UntypedStorage]]:
-        """Return the storages of each part, by identity.
+        """Return the storages of each part, as {identity of the storage: storage}.
 
         Emptying a storage does not change its identity.
         """

@@ -1,8 +1,8 @@
 """Packed micro-batches: sequences concatenated without padding, and arrays for their scored tokens.
 
-A prefix that several sequences share may be stored only once; the layers then compute it once for all of them. With
-context parallelism a pack is split over ranks (see `context_parallel`); positions in the pack then count the tokens of
-all ranks.
+A prefix that several sequences share may be stored only once. The layers then compute the prefix once for all of these
+sequences. With context parallelism, a pack is split over ranks (see `context_parallel`), and positions in the pack
+count the tokens of all ranks.
 
 Legend: N packed tokens, n of them on this rank, X tokens of the expanded sequences (each with its prefix), M scored
 tokens (all tokens after a prompt), m of them predicted by this rank, B sequences.
@@ -30,8 +30,8 @@ class PackedSequences(PackedSeqParams):
     For the layers, a pack is a single segment, because the position of each token is passed to them.
 
     Only attention needs to know where each sequence begins and ends. Attention expands the sequences, so that each
-    sequence includes its prefix. Token x of the expanded sequences is token `places_X[x]` of the pack. The first
-    `shared` tokens of a sequence are stored with an earlier sequence of the pack.
+    sequence includes its prefix. Token x of the expanded sequences is stored at index `places_X[x]` of the pack. The
+    first `shared[b]` tokens of sequence b are stored with an earlier sequence of the pack.
     """
 
     bounds: tuple[int, ...] = ()  # B + 1, boundaries of the expanded sequences
@@ -68,7 +68,10 @@ _NOTHING = np.zeros(0, np.int64)
 
 @dataclass
 class _PackedRows:
-    """Arrays of a pack on the host. Each list has one entry per sequence, in packing order."""
+    """Arrays of a pack on the host.
+
+    Each list has one entry per sequence, in the order of the pack.
+    """
 
     multiple: int  # each sequence's unshared tokens are padded to a multiple of this number
     tokens: list[np.ndarray] = field(default_factory=list)  # unshared tokens, padded
@@ -81,8 +84,8 @@ class _PackedRows:
     def append(self, sequence: np.ndarray, prefix: np.ndarray = _NOTHING, *, is_padding: bool = False) -> None:
         """Append a sequence.
 
-        If the sequence shares a prefix, the tokens of the prefix are already in the pack, at the positions `prefix`.
-        Only the other tokens are appended.
+        `prefix`: positions, in the pack, of the prefix that the sequence shares with an earlier sequence. These tokens
+        are already in the pack, so only the other tokens are appended.
         """
         own = sequence[len(prefix) :]
         pad = -len(own) % self.multiple
@@ -109,9 +112,12 @@ def pack(
 
     Unscored padding is added, so that the number of tokens per rank is a multiple of `multiple`.
 
-    With `share_prefixes`, a prompt prefix that two consecutive samples share is stored once if this saves work (see
-    `samples.sharding`). If `samples` is empty, the batch has empty columns with the same names and dtypes as `like`.
-    `routes` is a pair (L, K); if it is given, the pack includes the routes of the samples.
+    Args:
+        share_prefixes: if two consecutive samples share a prompt prefix, store it once, provided that this saves work
+            (see `samples.sharding`).
+        like: a sample with the same columns. If `samples` is empty, the pack has empty columns with its names and
+            dtypes.
+        routes: (L, K), the shape of a token's routes. If it is given, the pack includes the routes of the samples.
     """
     rows = _rows(samples, multiple * context.ranks, context.multiple, share_prefixes)
     routes_N = _routes(samples, rows.places, (rows.end, *routes)) if routes else None
@@ -144,9 +150,9 @@ def pack(
 
 
 def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the columns of `samples`, each [M] or [M, K].
+    """Concatenate each column of `samples`. The results are [M] or [M, K].
 
-    Without samples, the columns are empty and have the names and dtypes of `like`.
+    If `samples` is empty, the columns are empty, with the names and dtypes of `like`.
     """
     known = samples[0] if samples else like
     assert known is not None
@@ -157,7 +163,7 @@ def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.dev
 
 
 def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_prefixes: bool) -> _PackedRows:
-    """Return rows with all samples, and with padding up to a multiple of `multiple` tokens."""
+    """Return the rows of all samples, padded to a multiple of `multiple` tokens."""
     rows = _PackedRows(row_multiple)
     for number, sample in enumerate(samples):
         earlier = samples[number - 1].tokens if share_prefixes and number else _NOTHING
@@ -171,9 +177,9 @@ def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_pre
 def _scored_places(
     samples: Sequence[Sample], places: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return, for each sample, the positions of its scored tokens and of the tokens before them.
+    """Return (scored, before): for each sample, the positions of its scored tokens, and of the tokens before them.
 
-    The first element of both lists is an empty array, so that the lists can be concatenated without samples.
+    Both lists start with an empty array, so that they can be concatenated even without samples.
     """
     scored, before = [_NOTHING], [_NOTHING]
     for sample, whole in zip(samples, places, strict=False):
@@ -186,7 +192,7 @@ def _scored_places(
 def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
     """Return the routes of the packed tokens, int16 [N, L, K].
 
-    The tokens of a shared prefix have the routes of the last sample with this prefix.
+    If several samples share a prefix, the prefix gets the routes of the last of these samples.
     """
     routes_N = np.full(shape, -1, np.int16)
     for sample, whole in zip(samples, places, strict=False):

@@ -1,7 +1,7 @@
 """Process groups and device (CUDA or CPU) of one Megatron rank.
 
-The environment variables come from `torchrun` or the project's Ray workers: RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT.
+`torchrun` or the project's Ray workers set these environment variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _writers: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.device:
-    """Initialise the process group and Megatron's groups for `layout`; return this rank's device.
+    """Initialise the process groups for a layout, and return this rank's device.
 
     Raises:
         ValueError: if WORLD_SIZE does not match the layout, or if the chosen flash attention kernel is not available.
@@ -74,9 +74,11 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
 def disable_cudnn_attention() -> None:
     """Disable cuDNN's attention in this process.
 
-    On Hopper torch prefers cuDNN in bf16, and cuDNN builds a plan for every new pack shape. On an H100, building a plan
-    takes 0.1 to 1.9 s, while flash attention takes 1 ms. Importing vLLM also disables cuDNN's attention; without this
-    function, processes with and without vLLM would use different kernels.
+    On Hopper, torch prefers cuDNN's attention in bf16, but cuDNN builds a plan for every new pack shape. On an H100,
+    building a plan takes 0.1 to 1.9 s, while flash attention takes 1 ms.
+
+    Importing vLLM also disables cuDNN's attention. Without this function, a process that imports vLLM would use a
+    different kernel than a process that does not.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -84,19 +86,20 @@ def disable_cudnn_attention() -> None:
 def use_expandable_segments() -> None:
     """Enable expandable segments in CUDA's allocator, unless an environment variable configures the allocator.
 
-    Call this function before any allocation. Without expandable segments, packs of different lengths fragment the
-    allocator's memory. Do not call this function in processes that share memory through CUDA IPC handles, because these
-    may not work with expandable segments. Do not call it in vLLM's processes either, because vLLM's memory pool does
-    not support expandable segments.
+    Without expandable segments, packs of different lengths fragment the allocator's memory. Call this function before
+    any allocation. Do not call it in these processes:
+
+    - processes that share memory through CUDA IPC handles, because these may not work with expandable segments
+    - vLLM's processes, because vLLM's memory pool does not support expandable segments
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATORS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def returns_results() -> bool:
-    """Whether this rank returns the results of its model replica.
+    """Return whether this rank returns the results of its model replica.
 
-    In each replica, this is the first tensor rank and first context rank of the last pipeline stage.
+    In each replica, one rank returns them: the first tensor rank and first context rank of the last pipeline stage.
     """
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -106,7 +109,7 @@ def returns_results() -> bool:
 
 
 def context_rank() -> ContextRank:
-    """Return this rank's number, size and group in context parallelism."""
+    """Return this rank's number in its context-parallel group, with the size of the group and the group itself."""
     group = parallel_state.get_context_parallel_group()
     return ContextRank(dist.get_rank(group), dist.get_world_size(group), group)
 

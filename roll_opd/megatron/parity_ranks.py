@@ -1,4 +1,4 @@
-"""Write log-probs and exported weights of a model in one layout, for `roll-opd check-model`; runs under torchrun."""
+"""Write log-probs and exported weights of a model in one layout, for `roll-opd check-model`. Runs under torchrun."""
 
 import json
 import sys
@@ -15,7 +15,11 @@ from roll_opd.megatron.export import save_hf
 
 
 def write_parity(model: str, tp: int, sequences: list[list[int]], directory: Path) -> None:
-    """Write `logprobs.npz` (sequence number -> f32 [T-1]), and export the model to `hf/`. Collective."""
+    """Write the log-probs of `sequences`, and export the model. Collective.
+
+    - `logprobs.npz` in `directory`: sequence number -> f32 [T-1]
+    - `hf/` in `directory`: the exported model
+    """
     layout = Layout(tp=tp)
     plan = MegatronPlan("check-model", ModelPlan(model), tuple(range(tp)), layout, MicroBatchLimits())
     engine = MegatronEngine(plan, seed=0)

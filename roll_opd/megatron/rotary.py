@@ -1,10 +1,11 @@
 """Rotary embeddings of packed sequences: rotation of queries and keys, and the frequencies of scaled variants.
 
-The rotation gives the same bits as megatron-core's rotation, with half as many passes over memory. megatron-core
-recomputes cosines and sines in each layer for queries and for keys, and concatenates halves twice. On a GPU,
-megatron-core also waits in each of these calls until the sequence lengths have been copied to the host. Here cosines
-and sines are computed once per pack, and the gradient is the inverse rotation. With context parallelism, megatron-core
-would compute positions itself, from sequence lengths that packs do not contain.
+The rotation gives the same bits as megatron-core's rotation, with half as many passes over memory.
+
+- megatron-core computes cosines and sines again in each layer, for queries and for keys, and concatenates halves twice.
+  Here cosines and sines are computed once per pack, and the gradient is the inverse rotation.
+- On a GPU, each call of megatron-core waits until the sequence lengths have been copied to the host.
+- With context parallelism, megatron-core would compute positions from sequence lengths, which packs do not contain.
 
 Legend: N packed tokens, H heads, D head width, R rotated width.
 """
@@ -30,11 +31,13 @@ _CACHE: Any = WeakTensorKeyDictionary()
 def apply_rotary(
     t_NHD: Tensor, freqs: Tensor, config: TransformerConfig, cu_seqlens: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Rotate queries or keys [N, H, D] according to their positions; replaces megatron-core's `apply_rotary_pos_emb`.
+    """Rotate queries or keys [N, H, D] according to their positions. Replaces megatron-core's `apply_rotary_pos_emb`.
 
-    `freqs`, f32 [N, 1, 1, R], has one row per token. The first R of the D elements of a head are rotated. `cu_seqlens`,
-    int32 [2], has the start and the end of the pack, because a pack is a single segment. With `apply_rope_fusion`,
-    Transformer Engine's kernel computes the rotation in f32.
+    With `apply_rope_fusion`, Transformer Engine's kernel computes the rotation in f32.
+
+    Args:
+        freqs: f32 [N, 1, 1, R], one row per token. Only the first R of the D elements of a head are rotated.
+        cu_seqlens: int32 [2], start and end of the pack. It has two elements, because a pack is a single segment.
     """
     interleaved, factor = getattr(config, "pieces", Pieces()).interleaved, getattr(config, "rotary_factor", 1.0)
     if config.apply_rope_fusion and config.context_parallel_size == 1 and not interleaved and factor == 1.0:
@@ -59,11 +62,15 @@ def apply_rotary(
 
 
 def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False, factor: float = 1.0) -> Tensor:
-    """Rotate `t_NHD` by `freqs`, f32 [N, 1, 1, D]; with `interleaved`, the two elements of a pair are adjacent.
+    """Rotate queries or keys by the angles `freqs`, and multiply the result by `factor`.
 
-    The result is multiplied by `factor`, which must be the same in all calls with the same `freqs`. The result is never
-    interleaved: it has the first elements of all pairs, and then the second elements of all pairs. This order does not
-    change attention scores, because queries and keys share it.
+    The result has the first elements of all pairs, and then the second elements of all pairs, also with `interleaved`.
+    This order does not change attention scores, because queries and keys share it.
+
+    Args:
+        freqs: f32 [N, 1, 1, D].
+        interleaved: in `t_NHD`, the two elements of a pair are adjacent.
+        factor: must be the same in all calls with the same `freqs`.
     """
     if interleaved:
         t_NHD = torch.cat([t_NHD[..., ::2], t_NHD[..., 1::2]], -1)
@@ -74,13 +81,13 @@ def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False, factor: f
 
 
 def install_rotary() -> None:
-    """Replace the rotation in Megatron's attention by `apply_rotary` (in this process only)."""
+    """Replace the rotation in Megatron's attention by `apply_rotary`, in this process only."""
     module: Any = attention
     module.apply_rotary_pos_emb = apply_rotary
 
 
 def _cos_sin(freqs_N1D: Tensor, dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines times `factor`, each [N, 1, D]; the first half of the sines is negated."""
+    """Return (cosines, sines), multiplied by `factor`, each [N, 1, D]. The first half of the sines is negated."""
     first, second = torch.sin(freqs_N1D).chunk(2, -1)
     found = torch.cos(freqs_N1D), torch.cat([-first, second], -1)
     cosines, sines = found if factor == 1.0 else (each * factor for each in found)
@@ -110,22 +117,28 @@ def rotary_kinds(pieces: Pieces) -> tuple[str, ...]:
 
 
 def rotary_frequencies(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, tuple[Tensor, float]]:
-    """Return kind of layer -> (frequencies, factor); see `inverse_frequencies`."""
+    """Return {kind of layer: (frequencies, factor)}. See `inverse_frequencies`."""
     kinds = rotary_kinds(pieces) or ("default",)
     return {kind: inverse_frequencies(hf_config, None if kind == "default" else kind) for kind in kinds}
 
 
 def angles(positions_N: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
-    """Return the angles of all tokens, [N, K, 1, R], for K kinds of frequencies, each f32 [R/2]."""
+    """Return the rotation angles of all tokens, [N, K, 1, R], for K kinds of frequencies.
+
+    `frequencies`: for each kind, f32 [R/2].
+    """
     angles_NKR = torch.stack([positions_N[:, None] * each for each in frequencies], 1)
     return torch.cat([angles_NKR, angles_NKR], -1)[:, :, None]
 
 
 def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float]:
-    """Return the rotary frequencies, f32 [rotated width / 2], and the factor by which cosines and sines are multiplied.
+    """Return (frequencies, factor) of the rotation, with the same values as in transformers.
 
-    Both are the same as in transformers. The supported rope types are listed in `supported`. If `rope_parameters` has
-    an entry per type of layer, `kind` selects the entry.
+    - frequencies: f32 [rotated width / 2]
+    - factor: cosines and sines are multiplied by it
+
+    The supported rope types are listed in `supported`. If `rope_parameters` has an entry per type of layer, `kind`
+    selects the entry.
     """
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
     if (scaled := _scaled_rope(hf_config, kind)) is not None:
@@ -136,19 +149,19 @@ def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) ->
 
 
 def partial_factor(hf_config: PretrainedConfig, pieces: Pieces) -> float:
-    """Return the factor of cosines and sines for models that rotate only a part of each head.
+    """Return the factor of cosines and sines, for models that rotate only a part of each head.
 
-    The result is 1 for other models, whose factor is applied in another way (see `scores_scaled`).
+    For other models the result is 1, because their factor is applied in another way (see `scores_scaled`).
     """
     scaled = None if pieces.rotary or pieces.rotated == 1.0 else _scaled_rope(hf_config)
     return 1.0 if scaled is None else scaled[1]
 
 
 def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, float]:
-    """Return Megatron's `softmax_scale` for models that scale queries or have an attention factor (yarn, longrope).
+    """Return Megatron's setting `softmax_scale`, for models that scale queries or have an attention factor.
 
-    transformers multiplies cosines and sines by the attention factor. If complete heads are rotated, this multiplies
-    the scores by the square of the factor. The result is empty for other models.
+    The rope types yarn and longrope have an attention factor. transformers multiplies cosines and sines by this factor.
+    If complete heads are rotated, the scores are thus multiplied by its square. For other models the result is empty.
     """
     if hasattr(hf_config, "kv_lora_rank"):  # see `latent_scaling`
         return {}
@@ -161,9 +174,9 @@ def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, floa
 
 
 def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
-    """For latent attention, return the factor of rotated queries and keys, and the scale of scores.
+    """Return (factor of rotated queries and keys, scale of scores) for latent attention.
 
-    Only a part of queries and keys is rotated, so the factor cannot be applied to the scores instead. The scale is
+    Only a part of queries and keys is rotated, so the scale of scores cannot include the factor. The scale of scores is
     mscale² / √(head width), with yarn's `mscale`.
     """
     scaled, rope = _scaled_rope(hf_config), hf_config.rope_parameters
@@ -176,7 +189,7 @@ def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
 
 
 def _scaled_rope(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float] | None:
-    """Return the frequencies and the attention factor that transformers computes, or None for the default rope type."""
+    """Return (frequencies, attention factor) as transformers computes them, or None for the default rope type."""
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
     rope_type = rope.get("rope_type", "default")
     options = {} if kind is None else {"layer_type": kind}

@@ -4,9 +4,9 @@
 and divides the losses by the number of tokens on each rank.
 
 Routing replay (R3, arXiv 2510.11370) sends each token to the experts that the inference engine chose for it. Without
-replay, the trainer's kernels can give slightly different scores; if two scores are close, the router then chooses a
-different expert, and the token's log-prob changes. With replay, only the choice of experts comes from the inference
-engine. The trained model computes the outputs and the weights of these experts.
+replay, the trainer's kernels can give slightly different scores. If two scores are close, the trainer's router may then
+choose a different expert, which changes the token's log-prob. With replay, only the choice of experts comes from the
+inference engine. The trained model computes the outputs and the weights of these experts.
 
 Legend: n tokens of a micro-batch on this rank, L layers, K experts of a token, E experts.
 """
@@ -43,7 +43,7 @@ class RouterLosses:
     values: dict[str, Tensor] = field(default_factory=dict)  # sums over this rank's layers and micro-batches
 
     def reset(self, tokens: float) -> None:
-        """Start an update whose mini-batch has `tokens` tokens."""
+        """Start an update. `tokens`: number of tokens in the mini-batch."""
         self.tokens, self.values = max(tokens, 1.0), {}
 
     def add(self, name: str, value: Tensor) -> None:
@@ -51,7 +51,7 @@ class RouterLosses:
         self.values[name] = self.values.get(name, torch.zeros_like(value)) + value
 
     def replica_sums(self, config: Any) -> dict[str, float]:
-        """Return each loss, without its coefficient, as a sum over the ranks of the model replica. Collective."""
+        """Return each loss, summed over the ranks of the model replica, without its coefficient. Collective."""
         names = [name for name, coefficient in zip(ROUTER_LOSSES, _coefficients(config), strict=True) if coefficient]
         zero = torch.zeros((), device=torch.cuda.current_device())
         sums = torch.stack([self.values.get(name, zero) for name in names])
@@ -64,8 +64,8 @@ class PackedRouter(TopKRouter):
     """Top-k router whose losses are means over all tokens of a mini-batch, independent of the layout.
 
     The z-loss is a mean over tokens. The balancing loss is computed for each micro-batch, over all tensor and context
-    ranks. It is E · Σ_e f_e · P_e (Fedus et al. 2022), where f_e is the fraction of the choices that are expert e. The
-    loss of a micro-batch is weighted by its number of tokens.
+    ranks, and weighted by the number of tokens of the micro-batch. It is E · Σ_e f_e · P_e (Fedus et al. 2022), where
+    f_e is the fraction of the choices that are expert e.
     """
 
     counts_E: Tensor | int = 0  # tokens per expert in this update, on this rank
@@ -77,7 +77,7 @@ class PackedRouter(TopKRouter):
         super().__init__(config, *args, **options)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the layer number, counted from 1. It selects the layer of the replayed routes."""
+        """Set the layer number, counted from 1. The router replays the routes of this layer."""
         super().set_layer_number(layer_number)
         shared: Any = self.config
         best = 2 if self.enable_expert_bias else 1  # DeepSeek-V3 and DeepSeek-V2
@@ -90,7 +90,10 @@ class PackedRouter(TopKRouter):
         return F.linear(input.to(dtype), self.weight.to(dtype), bias_E)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Return `logits`; their backward pass adds the gradient of the z-loss, the mean of (log Σ exp logits)²."""
+        """Return `logits` unchanged. In backward, the gradient of the z-loss is added to theirs.
+
+        The z-loss is the mean of (log Σ exp logits)².
+        """
         coefficient = self.config.moe_z_loss_coeff
         if not (coefficient and self.training and torch.is_grad_enabled()):
             return logits
@@ -115,9 +118,8 @@ class PackedRouter(TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of the micro-batch per expert, without padding.
 
-        This method replaces Megatron's method, which is compiled even on CPUs.
-
-        With recomputed layers, the first forward pass runs without gradients and is not counted.
+        This method replaces Megatron's method, which is compiled even on CPUs. If a layer is recomputed, its first
+        forward pass is not counted, because it runs without gradients.
         """
         if not (self.config.moe_router_bias_update_rate and self.enable_expert_bias and torch.is_grad_enabled()):
             return
@@ -127,7 +129,7 @@ class PackedRouter(TopKRouter):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
         """Convert all tensors except the expert biases, which stay in fp32.
 
-        In a lower precision, loaded biases would be rounded and small updates would be lost.
+        In a lower precision, loaded biases would be rounded, and small updates would be lost.
         """
         exact = self.expert_bias
         super()._apply(fn, recurse)
@@ -150,12 +152,11 @@ def reset_expert_counts(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def update_biases(chunks: Iterable[torch.nn.Module], rate: float) -> None:
-    """Change each expert's bias by `rate`.
+    """Raise or lower each expert's bias by `rate`. Collective over the ranks of a pipeline stage.
 
     The bias is raised if the expert had fewer tokens than average in the mini-batch, and lowered if it had more.
 
-    Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). Collective over the ranks of a pipeline
-    stage.
+    Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2; arXiv 2408.15664).
     """
     routers = _with_biases(chunks) if rate else []
     if not routers:
@@ -179,12 +180,12 @@ def _with_biases(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
 
 
 def has_losses(config: Any) -> bool:
-    """Whether the routers of a model have auxiliary losses."""
+    """Return whether the routers of a model have auxiliary losses."""
     return bool(config.num_moe_experts and any(_coefficients(config)))
 
 
 def expert_layers(config: Any) -> int:
-    """Return how many layers of the whole model have experts."""
+    """Return the number of layers with experts in the whole model."""
     return sum(config.moe_layer_freq)
 
 
@@ -199,7 +200,7 @@ Choice = tuple[Tensor, Tensor]  # scores [n, K] and experts int64 [n, K]
 
 @dataclass
 class RouterReplayState:
-    """The state that all routers of a rank share: the current micro-batch, with its routes."""
+    """State that all routers of a rank share: the current micro-batch, which contains the routes."""
 
     replays: bool = False  # False: the routes are not used, only compared with the routers' choices
     _pack: PackedSequences | None = None
@@ -207,7 +208,7 @@ class RouterReplayState:
     _to_recompute: dict[int, deque[PackedSequences | None]] = field(default_factory=lambda: defaultdict(deque))
 
     def begin_run(self) -> None:
-        """Reset the state before a run of forward passes or of training."""
+        """Reset the state. Called before each run of forward passes or of training."""
         self._pack = None
         self._to_recompute.clear()
 
@@ -216,10 +217,15 @@ class RouterReplayState:
         self._pack = pack
 
     def choose(self, layer: int, own: Choice, scores: Tensor) -> Choice:
-        """Return the scores and experts of each token in `layer` (counted from 0).
+        """Return (scores, experts) of each token in a layer.
 
-        With replay, these are the replayed experts and their scores in `scores` [n, E]. Without replay, the result is
-        `own`.
+        With replay, the experts are the replayed experts, and their scores are taken from `scores`. Without replay, or
+        for tokens without routes, the result is the router's own choice.
+
+        Args:
+            layer: layer number, counted from 0.
+            own: the router's own choice.
+            scores: scores of all experts, [n, E].
         """
         pack, is_recomputed = self._pack_of(layer)
         if pack is None or pack.routes_n is None:
@@ -258,18 +264,20 @@ class RouterReplayHook:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own: Callable[..., Choice]
     ) -> Choice:
-        """Return scores and experts of each token; `own` is the router's top-k function."""
+        """Return (scores, experts) of each token.
+
+        `own`: the router's top-k function.
+        """
         allowed = in_best_groups(scores, num_groups, group_topk, self.best_of_group) if group_topk else scores
         return self.replay.choose(self.layer, own(allowed, topk, None, None), scores)
 
 
 def in_best_groups(scores_nE: Tensor, groups: int | None, chosen: int, best: int) -> Tensor:
-    """Return scores [n, E] that are -inf for experts outside of the `chosen` best groups of each token.
+    """Return scores [n, E] that are -inf for all experts outside of a token's best groups.
 
-    The experts form `groups` groups of equal size.
-
-    Groups are ranked by the sum of their `best` highest scores; `best` is 1 in DeepSeek-V2 and 2 in DeepSeek-V3.
-    Megatron instead sums the highest K / `chosen` scores of each group.
+    The experts form `groups` groups of equal size. The `chosen` best groups keep their scores. Groups are ranked by the
+    sum of their `best` highest scores: 1 score in DeepSeek-V2, 2 scores in DeepSeek-V3. Megatron instead sums the
+    highest K / `chosen` scores of each group.
     """
     assert groups
     grouped = scores_nE.unflatten(1, (groups, -1))
@@ -279,11 +287,13 @@ def in_best_groups(scores_nE: Tensor, groups: int | None, chosen: int, best: int
 
 
 def disagreement(packs: Iterable[PackedSequences], expert_layers: int) -> dict[str, float]:
-    """Count the tokens in this data-parallel rank's `packs` for which a router's choice differs from the routes.
+    """Count the tokens for which a router's choice differs from the routes.
 
-    Returns `routed_tokens`, the number of tokens with routes, and `rerouted_tokens`, the number of tokens for which the
-    choice differs in at least one layer. `routed_choices` and `rerouted_choices` are the same numbers with each expert
-    layer of a token counted separately. Collective over the ranks of a model replica.
+    The counts cover the packs of this data-parallel rank. Collective over the ranks of a model replica.
+
+    - `routed_tokens`: tokens with routes
+    - `rerouted_tokens`: tokens for which the choice differs in at least one layer
+    - `routed_choices` and `rerouted_choices`: the same numbers, but each expert layer of a token is counted separately
     """
     pairs = [(pack.routes_n, pack.differs_n) for pack in packs]
     known = [routes_n[:, :, 0].amax(1) >= 0 for routes_n, _ in pairs if routes_n is not None]

@@ -1,8 +1,10 @@
 """Causal attention on materialised scores, with sinks or capped scores, which torch's fused kernels do not support.
 
-A sink (gpt-oss) is a learned score per query head. The softmax adds exp(sink) to its denominator, so that the weights
-of a query sum to less than 1. With context parallelism, the sink of a query is still added only once, because all keys
-of a query are on one rank. A cap (Gemma 2) turns a score s into cap · tanh(s / cap).
+A sink (gpt-oss) is a learned score per query head. The softmax adds exp(sink) to its denominator, so the weights of a
+query sum to less than 1. With context parallelism, the sink of a query is still added only once, because all keys of a
+query are on one rank.
+
+A cap (Gemma 2) turns a score s into cap · tanh(s / cap).
 
 Legend: B sequences, H query heads, G key/value heads, R = H / G, Q queries, C of them in a chunk, L keys, D head width,
 W value width.
@@ -29,12 +31,12 @@ def attention_by_scores(
     sinks_H: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Return the attention output [B, H, Q, W] in the dtype of `query_BHQD`.
+    """Return the attention output, [B, H, Q, W], in the dtype of `query_BHQD`.
 
     Every query must see at least one key.
 
-    Queries are computed in chunks whose f32 scores fit into `CHUNK_BYTES` of the device; the backward pass recomputes
-    the scores.
+    Queries are computed in chunks. The f32 scores of a chunk fit into `CHUNK_BYTES` of the device. The backward pass
+    recomputes the scores.
     """
     rows, heads, queries = query_BHQD.shape[:3]
     each = 4 * rows * heads * key_BGLD.size(2)  # bytes of the scores of one query position

@@ -1,7 +1,10 @@
-"""Compute log-probs of the tokens in a JSONL file with the Megatron engine; `roll-opd score` runs this on every rank.
+"""Compute log-probs of the tokens in a JSONL file with the Megatron engine. `roll-opd score` runs this on every rank.
 
-Input rows are {"id", "tokens": [int], "prompt_length": P}. The output is a JSONL file with rows {"id", "logprobs":
-[float]} in the same order, with log-probs of tokens P to T-1, or a teacher file in parquet (`data.teacher_writer`).
+Each input row is {"id", "tokens": [int], "prompt_length": P}. The output is one of these:
+
+- a JSONL file with rows {"id", "logprobs": [float]} in the same order, with the log-probs of tokens P to T-1
+- a teacher file in parquet (`data.teacher_writer`)
+
 Runs under plain `torchrun`.
 """
 
@@ -29,9 +32,9 @@ SECONDS_OF_PROGRESS = 10.0  # seconds between progress lines
 
 
 def score(options: argparse.Namespace) -> None:
-    """Write the scores of `options.input` to `options.output`. Collective; rank 0 reads and writes.
+    """Score the rows of `options.input` and write the scores to `options.output`. Collective.
 
-    `roll-opd score` has checked the options.
+    Only rank 0 reads and writes files. The command `roll-opd score` has already checked the options.
     """
     layout = Layout(**options.layout)
     plan = MegatronPlan(
@@ -51,7 +54,10 @@ def score(options: argparse.Namespace) -> None:
 
 
 def write_teacher_file(engine: MegatronEngine, options: argparse.Namespace) -> None:
-    """Write a parquet file of log-probs and top-k; skip parts that an interrupted run has written. Collective."""
+    """Write a parquet file of log-probs and top-k. Collective.
+
+    If an earlier run was interrupted, the parts that it has written are skipped.
+    """
     output, is_first = Path(options.output), dist.get_rank() == 0
     request = TargetRequest(topk=options.topk, vocab_size=options.vocab_size)
     start, totals, shown = time.monotonic(), _Totals(), 0.0
@@ -130,7 +136,7 @@ def _broadcast(rows: T) -> T:
 def _compute(
     engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature: float, request: TargetRequest
 ) -> list[dict[str, np.ndarray]]:
-    """Return the arrays of all rows, in order, on every rank."""
+    """Return the computed arrays of each row on every rank, in the order of the rows."""
     sequences = [(np.array(row["tokens"], dtype=np.int64), row["prompt_length"]) for row in rows]
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, engine.compute_targets(sequences, temperature, request))

@@ -1,4 +1,4 @@
-"""Training engine of the student, with policy losses and with distillation losses over a top-k or the whole vocabulary.
+"""Training engine of the student: policy losses, and distillation losses over a top-k or the whole vocabulary.
 
 Legend: M scored tokens of a pack, R scored tokens with targets of a teacher, K tokens of a top-k, L = K + 1, F hidden
 size of a teacher.
@@ -42,19 +42,29 @@ class MegatronTrainer(MegatronLearner):
         *,
         assigned: list[list[int]] | None = None,
     ) -> TrainResult:
-        """Make one optimizer update from a mini-batch; `step` is the run's step, counted from 1.
+        """Make one optimizer update from a mini-batch.
 
-        `samples` have the columns that `objective.columns.loss_columns` returns. With `assigned`, `samples` are only
-        this data-parallel rank's shard (see `samples.sharding`).
+        Args:
+            samples: have the columns that `objective.columns.loss_columns` returns.
+            step: the step of the run, counted from 1.
+            assigned: if it is given, `samples` are only this data-parallel rank's shard (see `samples.sharding`).
 
-        `sums` of the result has sums over this rank's action tokens: `tokens`, `weighted_loss` (its sum over all ranks
-        is the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy, without its
-        coefficient), `ratio`, `clipped` (ratios outside of the loss's bounds) and `approx_kl` (r - 1 - log r with r the
-        ratio). If the objective has a distillation term, `sums` also has `opd_loss` (divergence from the teachers, with
-        their coefficients). If it has an entropy term, `sums` also has `entropy` (without its coefficient). Losses are
-        weighted by the token weights. Tokens of demonstrations are included only in `weighted_loss` and `policy_loss`.
-        `demonstration_tokens` is the number of these tokens. `demonstration_loss` is the weighted sum of their
-        -logprobs, whichever policy loss is configured.
+        The `sums` of the result are sums over this rank's action tokens. Losses are weighted by the token weights.
+
+        - `tokens`: number of tokens
+        - `weighted_loss`: this rank's part of the loss; the loss is the sum of the parts over all ranks
+        - `policy_loss`: without the KL loss
+        - `kl_loss`: KL to the reference policy, without its coefficient
+        - `ratio`: sum of the probability ratios
+        - `clipped`: number of ratios outside of the loss's bounds
+        - `approx_kl`: sum of r - 1 - log r, where r is the ratio
+        - `opd_loss` (with a distillation term): divergence from the teachers, with their coefficients
+        - `entropy` (with an entropy term): without its coefficient
+        - `demonstration_tokens` (with demonstrations): number of their tokens
+        - `demonstration_loss` (with demonstrations): weighted sum of their -logprobs, whichever policy loss is
+          configured
+
+        Tokens of demonstrations are included only in `weighted_loss`, `policy_loss` and the last two sums.
         """
         loss = self._loss(objective, step)
         done = self._update(samples, loss, temperature, 2 if objective.paired else 1, assigned)
@@ -69,19 +79,22 @@ class MegatronTrainer(MegatronLearner):
         *,
         assigned: list[list[int]] | None = None,
     ) -> TrainResult:
-        """Accumulate the gradient of a mini-batch's loss; see `update`."""
+        """Accumulate the gradient of a mini-batch's loss. See `update` for the arguments."""
         loss = self._loss(objective, step)
         return _result(self._add_gradient(samples, loss, temperature, 2 if objective.paired else 1, assigned))
 
     def optim_step(self, learning_rate: float | None = None) -> TrainResult:
         """Make one optimizer update from the accumulated gradients.
 
-        If `learning_rate` is None, the update has the scheduled learning rate.
+        If `learning_rate` is None, the scheduled learning rate is used.
         """
         return _result(self._apply(Update([], []), learning_rate))
 
     def _loss(self, objective: ObjectivePlan, step: int) -> LossFunction:
-        """Return the loss function of micro-batches in step `step`; raises for invalid arguments of the policy loss."""
+        """Return the loss function of micro-batches in step `step`.
+
+        Raises an error if the arguments of the policy loss are invalid.
+        """
         policy_loss(objective.policy_loss, objective.policy_loss_args)
         arguments = {**POLICY_LOSSES.defaults(objective.policy_loss), **objective.policy_loss_args}
 
@@ -109,7 +122,10 @@ class MegatronTrainer(MegatronLearner):
         return tensors
 
     def load_teacher_head(self, name: str, head: np.ndarray, logit_cap: float | None = None) -> None:
-        """Store this rank's rows of a teacher's full output embedding [W, F]; the objective `full` needs them."""
+        """Store this rank's rows of a teacher's output embedding, for the objective `full`.
+
+        Pipeline stages before the last store nothing. `head`: the full output embedding, [W, F].
+        """
         self.memory.check("load a teacher's output embedding", Part.WEIGHTS)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return
@@ -133,7 +149,7 @@ def distillation_loss(
 ) -> Tensor:
     """Return Σ weight · coefficient · divergence over this rank's tokens and over the teachers. Collective.
 
-    `heads` has the output heads of the teachers; only the objective `full` needs them.
+    `heads`: output heads of the teachers. Only the objective `full` needs them.
     """
     measure = divergence(objective.opd_divergence, beta=objective.opd_jsd_beta, alpha=objective.opd_skew_alpha)
     total, head = torch.zeros((), device=head.device), head.within(objective.opd_vocab_size)

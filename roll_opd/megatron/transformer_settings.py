@@ -27,7 +27,7 @@ def model_pieces(hf_config: PretrainedConfig) -> Pieces:
 def transformer_config(
     hf_config: PretrainedConfig, dtype: torch.dtype, layout: Layout, overrides: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Return Megatron's configuration of a model; `overrides` take precedence."""
+    """Return Megatron's configuration of a model. Settings in `overrides` take precedence."""
     pieces = model_pieces(hf_config)
     settings = {
         "num_layers": hf_config.num_hidden_layers,
@@ -81,12 +81,15 @@ def _activation(pieces: Pieces) -> dict[str, Any]:
 
 
 def has_experts(hf_config: PretrainedConfig) -> bool:
-    """Whether a model is a mixture of experts. With several tensor ranks, such a model needs sequence parallelism."""
+    """Return whether a model is a mixture of experts.
+
+    With several tensor ranks, a mixture of experts needs sequence parallelism.
+    """
     return bool(_expert_settings(hf_config.to_dict()))
 
 
 def _expert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's settings for the experts in a config.json. The result is empty for dense models."""
+    """Return Megatron's settings for the experts of a model. The result is empty for dense models."""
     experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
     has_experts = layers_with_experts(config, config["num_hidden_layers"], experts)
     if not any(has_experts):
@@ -115,7 +118,7 @@ def _expert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grouped_experts(config: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any]:
-    """Return the settings of DeepSeek's groups of experts and shared experts."""
+    """Return Megatron's settings for DeepSeek's shared experts and groups of experts."""
     is_limited = is_v3 or config.get("topk_method") == "group_limited_greedy"
     return {
         "moe_shared_expert_intermediate_size": (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
@@ -129,7 +132,8 @@ def _grouped_experts(config: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any
 def enabled_attention_backend() -> AttnBackend:
     """Return the attention backend that Transformer Engine's environment variables enable.
 
-    The result is `auto` if no variable is set.
+    The result is `auto` if no backend is disabled. If several backends remain, the variables of all but the fastest are
+    set to 0, because Megatron cannot choose between two.
 
     Megatron raises an error if these variables contradict its setting. ROLL configurations may set them in
     `system_envs`.

@@ -1,8 +1,8 @@
 """Vocabulary-parallel logits: the columns of a rank, logits in chunks, log-normalisers, and the backward pass.
 
-The logits of a batch are never stored. The forward pass computes logits in chunks of rows, each of bounded size, and
-keeps only a few numbers per token. The backward pass recomputes the logits in tiles and needs no further sums over the
-vocabulary.
+The logits of a whole batch are never stored. The forward pass computes logits in chunks of rows. The size of a chunk is
+bounded, and only a few numbers per token are kept. The backward pass recomputes the logits in tiles, and needs no
+further sums over the vocabulary.
 
 Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary columns on this rank.
 """
@@ -40,24 +40,23 @@ class Columns:
         return values
 
     def logits(self, hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
-        """Return the logits divided by the temperature, f32 [C, V]; -inf in padding columns."""
+        """Return the logits, divided by the temperature, f32 [C, V]. Padding columns are -inf."""
         logits_CV = self.scaled(raw_logits(hidden_CE, weight_VE))
         if self.real < logits_CV.size(1):
             logits_CV[:, self.real :] = float("-inf")
         return logits_CV
 
     def scaled(self, logits_CV: Tensor) -> Tensor:
-        """Cap products of hidden states and output embedding, and divide them by the temperature, in place."""
+        """Convert raw logits to logits, in place: cap them if there is a cap, and divide them by the temperature."""
         if self.cap is not None:
             logits_CV.div_(self.cap).tanh_().mul_(self.cap)
         return logits_CV if self.inverse_temperature == 1.0 else logits_CV.mul_(self.inverse_temperature)
 
     def log_normaliser(self, logits_CV: Tensor, picked_CK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log Σ exp of the logits over the whole vocabulary, f64 [C].
+        """Return (log-normaliser, picked). Collective; may overwrite `logits_CV`.
 
-        The second result is the sum of `picked_CK` over the tensor ranks, f64 [C, K].
-
-        Collective; may overwrite `logits_CV`.
+        - log-normaliser: log Σ exp of the logits over the whole vocabulary, f64 [C]
+        - picked: sum of `picked_CK` over the tensor ranks, f64 [C, K]
         """
         if has_kernels(logits_CV):
             from roll_opd.megatron.head_kernels import peaks_and_sums
@@ -74,11 +73,14 @@ class Columns:
         return both[:, 0].log() + largest_C, both[:, 1:]
 
     def log_rest(self, logits_CV: Tensor, taken_CK: Tensor) -> Tensor:
-        """Return log Σ exp over the vocabulary without the columns `taken_CK`, f64 [C], or -inf if no column remains.
+        """Return log Σ exp over the vocabulary without the columns `taken_CK`, f64 [C].
+
+        The result is -inf if no column remains. Collective; overwrites `logits_CV`.
 
         The remaining columns are summed directly. Their probability could also be computed as 1 minus the probability
-        of the taken columns, but this difference has no correct digits if the taken columns have a probability close to
-        1. Columns are numbered from this rank's first column. Collective; overwrites `logits_CV`.
+        of the taken columns. But if that probability is close to 1, the difference has no correct digits.
+
+        `taken_CK`: column numbers, counted from this rank's first column.
         """
         logits_CV.masked_fill_(is_taken(taken_CK, logits_CV.size(1)), float("-inf"))
         largest_C = self.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
@@ -90,14 +92,14 @@ class Columns:
     def logprobs(logits: Tensor, log_normaliser_C: Tensor) -> Tensor:
         """Subtract the log-normaliser (f64) from `logits`, in place.
 
-        The log-normaliser's high and low part are subtracted one after the other: near the largest logit the first
-        difference is exact in f32.
+        The log-normaliser is split into a high and a low part, which are subtracted one after the other. Near the
+        largest logit, the first difference is exact in f32.
         """
         high_C = log_normaliser_C.float()
         return logits.sub_(high_C[:, None]).sub_((log_normaliser_C - high_C).float()[:, None])
 
     def chunks(self, rows: int, columns: int) -> Iterator[slice]:
-        """Yield ranges of rows whose logits fit into a chunk.
+        """Yield ranges of rows. The logits of each range fit into a chunk.
 
         If there are no rows, yield one empty range, because every rank must take part in the collectives.
         """
@@ -107,7 +109,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Output embedding of one tensor rank, and the temperature and vocabulary of the softmax."""
+    """Output embedding of one tensor rank, with the temperature and the vocabulary size of the softmax."""
 
     weight_VE: Tensor
     temperature: float  # divides the logits
@@ -119,7 +121,7 @@ class VocabShard:
 
     @property
     def columns(self) -> Columns:
-        """Columns of this rank."""
+        """Vocabulary columns of this rank."""
         rows = self.weight_VE.size(0)
         first = dist.get_rank(self.group) * rows
         chunk_bytes = self.chunk_bytes or CHUNK_BYTES[self.weight_VE.device.type]
@@ -130,8 +132,8 @@ class VocabShard:
 def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
     """Return the product of hidden states and output embedding, f32 [C, V].
 
-    On a GPU, products of bf16 matrices are stored in f32. Rounding to bf16 may change a logit of 16 by 0.06, which is
-    as large as the difference between student and teacher at the end of training. On a CPU, torch's kernels return only
+    On a GPU, products of bf16 matrices are stored in f32. Rounding to bf16 may change a logit of 16 by 0.06. This is as
+    large as the difference between student and teacher at the end of training. On a CPU, torch's kernels return only
     rounded results.
     """
     if hidden_CE.is_cuda and hidden_CE.dtype is not torch.float32:
@@ -140,16 +142,19 @@ def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether `head_kernels` computes the softmax.
+    """Return whether `head_kernels` computes the softmax.
 
-    It is used only on a GPU, and only without torch's deterministic algorithms, because its results may depend on the
-    layout.
+    It is used only on a GPU. It is not used with torch's deterministic algorithms, because its results may depend on
+    the layout.
     """
     return tensor.is_cuda and not torch.are_deterministic_algorithms_enabled()
 
 
 def is_taken(columns_CK: Tensor, width: int) -> Tensor:
-    """Return a mask of the columns in `columns_CK`, bool [C, width]; columns of other ranks are ignored."""
+    """Return a mask of the columns in `columns_CK`, bool [C, width].
+
+    Columns of other ranks are ignored.
+    """
     mine_CK = (columns_CK >= 0) & (columns_CK < width)
     taken = torch.zeros(len(columns_CK), width + 1, dtype=torch.bool, device=columns_CK.device)
     return taken.scatter_(1, torch.where(mine_CK, columns_CK, width), True)[:, :width]
@@ -164,14 +169,16 @@ def backward_through_logits(
     *,
     weight_trainable: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of hidden states and output embedding; recomputes the logits of each tile.
+    """Return (gradient of the hidden states, gradient of the output embedding).
+
+    The logits are computed again, tile by tile.
 
     Args:
-        weight_grad_VE: f32 buffer to which the embedding's gradient is added. If it is None, the gradient is returned.
+        weight_grad_VE: f32 buffer to which the embedding's gradient is added. The second result is then None.
         logits_grad: function that takes the raw f32 logits of a tile, the rows of the tile and its columns. It returns
             the gradient of these logits, in any dtype, and may overwrite the logits. `tempered` makes such a function
             for logits that are capped or divided by the temperature.
-        weight_trainable: if False, no gradient is computed for the embedding.
+        weight_trainable: if False, no gradient is computed for the embedding, unless `weight_grad_VE` is given.
     """
     grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
     total_VE = weight_grad_VE
@@ -193,7 +200,10 @@ def backward_through_logits(
 
 
 def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
-    """Convert `logits_grad`, with respect to logits / temperature, to a gradient with respect to raw logits."""
+    """Convert a gradient of the final logits to a gradient of the raw logits.
+
+    The final logits are the raw logits, capped if there is a cap, and divided by the temperature.
+    """
     scale, cap = columns.inverse_temperature, columns.cap
     if cap is not None:
         return partial(_through_cap, logits_grad, cap, scale)
@@ -205,7 +215,7 @@ def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
 def _through_cap(
     logits_grad: LogitsGradient, cap: float, scale: float, logits_CV: Tensor, rows: slice, part: slice
 ) -> Tensor:
-    """Convert a gradient with respect to cap · tanh(raw / cap) · scale to a gradient with respect to raw logits."""
+    """Convert a gradient of the logits cap · tanh(raw / cap) · scale to a gradient of the raw logits."""
     tanh_CV = logits_CV.div_(cap).tanh_()
     grad_CV = logits_grad(tanh_CV * (cap * scale), rows, part)
     return grad_CV.mul_(tanh_CV.square_().neg_().add_(1.0)).mul_(scale)

@@ -1,9 +1,12 @@
-"""Model facts, engine facts and calculations for the plan of a run.
+"""Model facts, engine facts, and calculations for the plan of a run.
 
-This package does not import torch and starts no processes.
+This package does not import torch. Only `engine_fields` starts a process: a subprocess that reads the options of
+engines.
 
-Model directories (`model_info`, `weight_files`, `tokenizer_files`, `families`) and installed engines (`engine_fields`)
-give the facts. The modules with calculations are `memory` and `layouts`, `group_window` (order and ages of groups if
-generation runs ahead of training), `device_phases` (phases of roles that share devices), and `async_simulator` and
-`async_advice` (predicted step times).
+- Facts of model directories: `model_info`, `model_files`, `weight_files`, `tokenizer_files`, `families`
+- Facts of installed engines: `engine_fields`
+- Memory and sharding: `memory`, `layouts`
+- Order and ages of groups if generation runs ahead of training: `group_window`
+- Phases of roles that share devices: `device_phases`
+- Predicted step times: `async_simulator`, `async_advice`
 """

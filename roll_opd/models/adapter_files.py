@@ -39,7 +39,10 @@ class AdapterInfo:
 
 
 def read_adapter(path: Path) -> AdapterInfo:
-    """Return the properties of the adapter in a directory; raises ModelFilesError if it is not a plain LoRA adapter."""
+    """Return the properties of the adapter in a directory.
+
+    Raises ModelFilesError if it is not a plain LoRA adapter.
+    """
     if not (path / CONFIG).is_file():
         raise ModelFilesError(f"{path} has no {CONFIG}; use the directory of an adapter saved by peft")
     if not (path / WEIGHTS).is_file():
@@ -77,5 +80,8 @@ def adapter_config(base: str, rank: int, alpha: float, targets: Sequence[str]) -
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """Return the tensor name of LoRA matrix "A" or "B" of a Hugging Face module."""
+    """Return the name of a LoRA matrix in the checkpoint of an adapter.
+
+    `module`: name of the Hugging Face module. `matrix`: "A" or "B".
+    """
     return f"base_model.model.{module}.lora_{matrix}.weight"

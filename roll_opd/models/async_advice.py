@@ -1,9 +1,13 @@
 """Predict step times for different splits of devices between engines and training, and for different age bounds.
 
-Costs are the seconds of each part of a step, measured or planned on the devices of one layout, with the parts running
-in sequence. With more devices, engines have proportionally more slots, and scoring and learning take proportionally
-less time, until each replica of the student has one sequence per update. Weight sync takes the same time on any number
-of devices. Communication between more devices is not modelled, so measure the costs near the layout of interest.
+The costs are the seconds that each part of a step takes if the parts run one after the other. They were measured or
+planned for one layout. For more devices, the prediction assumes:
+
+- Engines have proportionally more slots.
+- Scoring and learning take proportionally less time, until each replica of the student has one sequence per update.
+- Weight sync takes the same time.
+
+Communication between more devices is not modelled. So measure the costs near the layout of interest.
 """
 
 import math
@@ -22,7 +26,10 @@ STEPS_ASIDE = 32  # 1 / STEPS_ASIDE of all splits lie between two simulated spli
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of each part of a step, and the distribution of run lengths (lognormal, cut at a limit)."""
+    """Seconds of each part of a step, and the distribution of run lengths.
+
+    The distribution is lognormal, cut at a limit.
+    """
 
     generate: float
     score: float
@@ -54,7 +61,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted schedule for a split of the devices and an age bound.
+    """The predicted schedule for one split of the devices and one age bound.
 
     `step` is in seconds. Idle times are fractions. Ages are in versions.
     """
@@ -75,7 +82,10 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts step times from costs; the constructor calibrates the seconds of a run with a simulation."""
+    """Predicts step times from costs.
+
+    The constructor runs a simulation to find how many seconds a run takes.
+    """
 
     def __init__(self, costs: StepCosts, work: Work) -> None:
         self._costs, self._work = costs, work
@@ -90,9 +100,12 @@ class Predictor:
         self._busy = self._seconds * in_turns.generate  # seconds of a batch on engines whose slots are all busy
 
     def predict(self, engines: int, training: int, bound: float = 0.0, *, is_shared: bool = False) -> Prediction:
-        """Return the predicted schedule for these numbers of devices for engines and training.
+        """Return the predicted schedule for these numbers of devices and this age bound.
 
-        With `is_shared`, engines and training run on the same devices.
+        Args:
+            engines: number of devices for the engines.
+            training: number of devices for training.
+            is_shared: engines and training run on the same devices.
         """
         costs, work, run, seconds = self._costs, self._work, self._run, self._seconds
         faster = self._replicas(work.training) / self._replicas(training)
@@ -115,11 +128,13 @@ class Predictor:
         )
 
     def predictions(self, devices: int, bounds: Sequence[float] = BOUNDS) -> list[Prediction]:
-        """Return schedules for `devices` devices: one for shared devices, and several splits for each age bound.
+        """Return the predicted schedules for a number of devices.
 
-        On shared devices, engines and training take turns. The splits are near the best split for their age bound; the
-        measured split is included if it has the same number of devices. The list is empty if the devices are too few
-        for an engine and a replica of the student.
+        There is one schedule for shared devices, on which engines and training take turns. Several splits of the
+        devices have one schedule per age bound. The splits are near the best split. If the costs were measured on the
+        same number of devices, the measured split is included.
+
+        The list is empty if the devices cannot be divided into whole engines and whole replicas of the student.
         """
         work = self._work
         found = []
@@ -132,7 +147,8 @@ class Predictor:
     def _splits(self, devices: int) -> Iterator[int]:
         """Yield numbers of devices for the engines, in ascending order.
 
-        These are the number with the shortest step if no part of a step waits for another part, and numbers near it.
+        The best number is the one with the shortest step if no part of a step waits for another part. The results are
+        this number, and numbers near it.
         """
         work, costs = self._work, self._costs
         possible = [
@@ -159,20 +175,24 @@ class Predictor:
 
 
 def fastest(predictions: Sequence[Prediction]) -> Prediction:
-    """Return, among the predictions that are nearly as fast as the fastest, the prediction with the smallest age bound.
+    """Return the prediction with the smallest age bound among the nearly fastest predictions.
 
-    A prediction is nearly as fast if its step takes at most `AS_FAST` times the shortest step.
+    A prediction is nearly the fastest if its step takes at most `AS_FAST` times the shortest step.
     """
     least = min(one.step for one in predictions)
     return min((one for one in predictions if one.step <= AS_FAST * least), key=lambda one: (one.bound, one.step))
 
 
 def spread_of(ratio: float, count: int) -> float:
-    """Return the spread of a lognormal whose largest of `count` samples is typically `ratio` times the mean.
+    """Return the spread of a lognormal distribution, given the ratio of its largest sample to its mean.
+
+    Args:
+        ratio: typical value of the largest of `count` samples, divided by the mean.
+        count: number of samples.
 
     The largest sample is near the quantile 1 - 1 / count, which is exp(z s - s² / 2) times the mean. The result is the
-    smaller root s of exp(z s - s² / 2) = ratio. The left side is at most exp(z² / 2); for this ratio and for larger
-    ratios, the result is z.
+    smaller root s of exp(z s - s² / 2) = ratio. The left side is at most exp(z² / 2). If the ratio is equal to this
+    value or larger, the result is z.
     """
     z = NormalDist().inv_cdf(1 - 1 / max(count, 3))
     return z - math.sqrt(max(0.0, z * z - 2 * math.log(max(ratio, 1.0))))

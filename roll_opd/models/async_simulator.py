@@ -1,12 +1,15 @@
 """Discrete-event simulation of a run: step time, idle fractions and sample ages, from planned or measured costs.
 
-Groups have the same order as in a real run (`models.group_window`). Engines sample runs (one response each) in a fixed
-number of slots, in the order of admission. A batch is scored, then trained on, then followed by a weight sync.
+Groups have the same order as in a real run (`models.group_window`). Engines sample runs in a fixed number of slots, in
+the order of admission. A run samples one response. Each batch is scored and trained on, and a weight sync follows.
 
-Two laws bound the result. On disjoint devices a step takes at least max(generate, score + learn + sync), where generate
-is the total time of a batch's runs divided by the number of slots; if no groups are sampled ahead, it takes at least
-the sum generate + score + learn + sync. With age bound 0 and a slot for each run, engines are busy for the fraction 1/τ
-of the sampling time, where τ = E[longest of the runs submitted together] / E[run].
+Two laws bound the result:
+
+- On disjoint devices a step takes at least max(generate, score + learn + sync), where generate is the total time of a
+  batch's runs divided by the number of slots. If no groups are sampled ahead, a step takes at least the sum generate +
+  score + learn + sync.
+- With age bound 0 and a slot for each run, engines are busy for the fraction 1/τ of the sampling time, where τ =
+  E[longest of the runs submitted together] / E[run].
 """
 
 import heapq
@@ -26,11 +29,11 @@ Length = Callable[[random.Random], float]
 class Costs:
     """The seconds that each part of a step takes.
 
-    Each call of `run` draws a random number of seconds, which a run takes if all slots are busy.
+    Each call of `run` draws the length of one run: the seconds that it takes if all slots are busy.
 
     With n of N slots busy, a token takes `fixed + (1 - fixed) * n / N` times as long as with all slots busy. `fixed` is
-    1 if an engine spends all its time on reading weights (GPUs at moderate batch sizes), and 0 if it spends all its
-    time on computation.
+    1 if an engine spends all its time on reading weights (GPUs at moderate batch sizes). It is 0 if an engine spends
+    all its time on computation.
     """
 
     run: Length
@@ -61,7 +64,10 @@ class Schedule:
 
 
 def lognormal(mean: float, spread: float) -> Length:
-    """Return a sampler of lognormal lengths with this `mean`; `spread` is the standard deviation of the logarithm."""
+    """Return a sampler of lognormal lengths.
+
+    `spread`: standard deviation of the logarithm.
+    """
     return lambda rng: mean * rng.lognormvariate(-spread * spread / 2, spread)
 
 
@@ -71,22 +77,28 @@ def constant(seconds: float) -> Length:
 
 
 def simulate(pace: Pace, costs: Costs, *, runs: int, slots: int, batches: int, seed: int = 0) -> Schedule:
-    """Simulate `batches` batches with `runs` runs per group on `slots` engine slots, and return the schedule."""
+    """Simulate a run, and return its schedule.
+
+    Args:
+        runs: number of runs per group.
+        slots: number of engine slots.
+        batches: number of batches.
+    """
     return _Simulation(pace, costs, runs, slots, batches, seed).schedule()
 
 
 class _Simulation:
     """The state of a simulation, with its event queues.
 
-    The ends of runs are ordered by sampled seconds, which are seconds of sampling with all slots busy. All other events
-    are ordered by time.
+    The ends of runs are ordered by sampled seconds. These advance as fast as the time if all slots are busy. If fewer
+    slots are busy, they may advance faster. All other events are ordered by time.
     """
 
     def __init__(self, pace: Pace, costs: Costs, runs: int, slots: int, batches: int, seed: int) -> None:
         self._window = GroupWindow(pace, 0, batches)
         self._costs, self._runs, self._slots, self._rng = costs, runs, slots, random.Random(seed)
         self._now, self._count = 0.0, 0
-        self._sampled = 0.0  # progress, in seconds with all slots busy, of a run that has been busy since the start
+        self._sampled = 0.0  # sampled seconds of a run that has been busy since the start
         self._busy: list[
             tuple[float, int, int]
         ] = []  # (end in sampled seconds, number, group): first come, first served
@@ -124,7 +136,10 @@ class _Simulation:
 
     @property
     def _speed(self) -> float:
-        """Speed of a busy run, relative to its speed with all slots busy. It is 0 if no run is busy."""
+        """Speed of a busy run, relative to its speed with all slots busy.
+
+        The result is 0 if no run is busy.
+        """
         fixed = self._costs.fixed
         return 1 / (fixed + (1 - fixed) * len(self._busy) / self._slots) if self._busy else 0.0
 

@@ -28,14 +28,14 @@ class DeltaSizes:
 
     @property
     def each(self) -> int:
-        """Value heads per key head."""
+        """Number of value heads per key head."""
         return self.value_heads // self.key_heads
 
     @property
     def of_key_head(self) -> tuple[int, ...]:
         """Numbers of rows of the input projection per key head.
 
-        The numbers are for query, key, values, output gates, betas and decays.
+        The order is: query, key, values, output gates, betas, decays.
         """
         values = self.each * self.value_width
         return self.key_width, self.key_width, values, values, self.each, self.each
@@ -62,14 +62,14 @@ class DeltaSizes:
 
 
 def delta_sizes(config: Mapping[str, Any]) -> DeltaSizes | None:
-    """Return the sizes of a model's Gated DeltaNet layers; None for models without them."""
+    """Return the sizes of a model's Gated DeltaNet layers, or None for models without them."""
     if not config.get(KEYS[0]):
         return None
     return DeltaSizes(*(config[key] for key in KEYS))
 
 
 def delta_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Return, for each layer, whether it is a Gated DeltaNet layer; all other layers have attention."""
+    """Return, for each layer, whether it is a Gated DeltaNet layer. All other layers have attention."""
     if delta_sizes(config) is None:
         return (False,) * layers
     period = config.get("full_attention_interval") or PERIOD

@@ -1,9 +1,10 @@
 """State machine for the memory that each role holds on shared devices in each phase. Starts no processes.
 
-`HOLDS` lists, for each phase, which parts of its memory an active role holds. The other roles on the same device hold
-no memory in this phase. The phases in `TOGETHER` are an exception: in these phases, the other roles also hold their
-parts in `HOLDS`. Phases may follow each other in any order. Engines that discarded their weights need a weight sync
-before they generate again. Invalid calls raise `PhaseError` and do not change the state.
+For each phase, `HOLDS` lists which parts of its memory an active role holds. In most phases, the other roles on the
+same device hold no memory. In the phases in `TOGETHER`, they also hold their parts in `HOLDS`.
+
+Phases may follow each other in any order. Engines that discarded their weights need a weight sync before they generate
+again. Invalid calls raise `PhaseError` and do not change the state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, RunPla
 
 
 class Phase(StrEnum):
-    """Phase of a step, named as in the timing metrics (`time/step_*`)."""
+    """Phase of a step. The names are those of the timing metrics (`time/step_*`)."""
 
     START = "start"
     RESTORE = "restore"
@@ -29,7 +30,10 @@ class Phase(StrEnum):
 
 
 class Part(StrEnum):
-    """Kind of memory that a role holds between calls. The values for engines are the tags of vLLM."""
+    """Kind of memory that a role holds between calls.
+
+    The values for engines are vLLM's tags.
+    """
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -92,12 +96,12 @@ NEEDS_NOTHING = frozenset({"written", "weights_version", "close"})
 
 
 class PhaseError(RuntimeError):
-    """A role was called while its devices belonged to another role."""
+    """A call or a change of phase that the current state does not allow."""
 
 
 @dataclass(frozen=True)
 class PhaseMember:
-    """Role that shares devices with another role."""
+    """A role that shares devices with another role."""
 
     name: str
     kind: Kind
@@ -111,7 +115,7 @@ class PhaseMember:
 
 @dataclass(frozen=True)
 class Move:
-    """The memory that a role releases (if `away`) or acquires."""
+    """Memory that a role must release or acquire. `away`: True to release it."""
 
     member: str
     parts: Parts
@@ -120,7 +124,7 @@ class Move:
 
 @dataclass(frozen=True)
 class State:
-    """Current phase, and the memory that each member holds."""
+    """Current phase, and the memory that each member holds in it."""
 
     phase: Phase = Phase.START
     held: Mapping[str, Parts] = field(default_factory=FrozenDict)  # memory of the members that have started
@@ -131,19 +135,19 @@ class State:
 
 
 class PhaseMachine:
-    """Transition rules of the given members."""
+    """Rules for the state of the given members: which calls are allowed, and which memory is moved."""
 
     def __init__(self, members: Sequence[PhaseMember]) -> None:
         self.members = {member.name: member for member in members}
 
     def everywhere(self) -> State:
-        """Return the state in which all members hold all their memory, as if no devices were shared."""
+        """Return a state in which all members hold all their memory, as if no devices were shared."""
         return State(held=FrozenDict({member.name: ALL[member.kind] for member in self.members.values()}))
 
     def enter(self, state: State, phase: Phase) -> tuple[list[Move], State]:
         """Return (moves, state) for entering a phase.
 
-        Raises PhaseError if engines with discarded weights would generate.
+        Raises PhaseError if the phase is `GENERATE`, but the weights of engines are discarded.
         """
         if phase is Phase.GENERATE and state.blank:
             raise PhaseError(
@@ -163,9 +167,14 @@ class PhaseMachine:
         return moves, state
 
     def act(self, state: State, name: str, call: str) -> tuple[list[Move], State]:
-        """Return the ordered moves that must precede a member's method `call`, and the state after these moves.
+        """Return (moves, state) for a call of a member's method.
 
-        Raises PhaseError if the phase does not allow the call.
+        The moves must be made before the call, in this order. The state is the state after the moves. Raises PhaseError
+        if the phase does not allow the call.
+
+        Args:
+            name: name of the member.
+            call: name of the method.
         """
         member = self.members[name]
         if call in NEEDS_NOTHING:
@@ -187,7 +196,7 @@ class PhaseMachine:
         return moves, state
 
     def start(self, state: State, name: str) -> tuple[list[Move], State]:
-        """Return (moves, state) for loading a member's model."""
+        """Return (moves, state) for loading the model of a member."""
         state, moves = self._release_others(state, self.members[name])
         return moves, _with(state, name, ALL[self.members[name].kind])
 
@@ -204,7 +213,7 @@ class PhaseMachine:
         return phase not in TOGETHER and self.members[name].meets(self.members[other])
 
     def _acquire(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
-        """Acquire the memory that a member holds in the phase."""
+        """Acquire the memory that a member needs in the current phase."""
         state, moves = self._release_others(state, member)
         if missing := HOLDS[state.phase][member.kind] - state.of(member.name):
             moves.append(Move(member.name, missing, away=False))
@@ -220,7 +229,7 @@ class PhaseMachine:
         return state, moves
 
     def _release(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
-        """Release the memory that a member must not hold in the phase while other members run."""
+        """Release the memory that a member must not hold in the current phase while other members run."""
         left = HOLDS[state.phase].get(member.kind, NOTHING) if state.phase in TOGETHER else NOTHING
         held = state.of(member.name)
         parts = held - left
@@ -242,8 +251,10 @@ class PhaseMachine:
 def members_of(plan: RunPlan) -> list[PhaseMember]:
     """Return the roles that share a device with another role.
 
-    A role without its own processes, whose requests the processes of another role answer, is omitted. Judges and
-    auxiliary models are omitted too, because they must always respond.
+    Some roles are omitted:
+
+    - a role whose requests are answered by the processes of another role
+    - judges and auxiliary models, because they must always be able to respond
     """
     members = [_member(role) for role in plan.megatron_roles().values() if plan.serving(role) is role]
     if plan.rollout:
@@ -254,14 +265,17 @@ def members_of(plan: RunPlan) -> list[PhaseMember]:
 
 
 def members_on_gpus(plan: RunPlan) -> list[PhaseMember]:
-    """Return the members that take turns on shared GPUs (the default); [] if `is_offload_states` is false."""
+    """Return the roles that take turns on shared GPUs, which is the default.
+
+    The result is [] if `is_offload_states` is false.
+    """
     return [] if plan.is_offload_states is False else members_of(plan)
 
 
 def held_together(members: Sequence[PhaseMember]) -> Iterator[tuple[Phase, dict[str, Parts]]]:
-    """Yield (phase, member -> parts) for each combination of parts that a device may hold at the same time.
+    """Yield (phase, {member: parts}) for each combination of parts that a device may hold at the same time.
 
-    All `members` share the device.
+    All `members` are on this device.
     """
     for phase, holds in HOLDS.items():
         there = {member.name: holds[member.kind] for member in members if member.kind in holds}

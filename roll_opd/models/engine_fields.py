@@ -1,8 +1,8 @@
 """Read the fields of the installed engines' option classes, with their types and bounds, in a subprocess.
 
-Importing vLLM takes 5 to 20 s, and importing Megatron-core 2 to 5 s. The subprocess therefore runs once per installed
-version, and its answer is cached as a JSON file in `~/.cache/roll_opd/`. The planning process imports neither engines
-nor torch.
+Importing vLLM takes 5 to 20 s, and importing Megatron-core 2 to 5 s. So the subprocess runs only once per installed
+version, and its answer is cached as a JSON file in `~/.cache/roll_opd/`. The planning process itself imports neither
+engines nor torch.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from roll_opd.base.paths import user_cache
 
 
 class OptionClass(NamedTuple):
-    """Dataclass with the options of an engine."""
+    """Where to find the dataclass that holds the options of an engine."""
 
     package: str
     module: str  # in the package
@@ -53,7 +53,10 @@ _answers: dict[str, dict[str, Any]] = {}  # answers in this process: engine -> e
 
 
 def engine_fields(engine: str) -> dict[str, Any] | None:
-    """Return option -> type (`Any` for a type that the engine defines); None if the engine cannot be imported."""
+    """Return {option: type} for an engine, or None if the engine cannot be imported.
+
+    The type is `Any` if the engine itself defines the type.
+    """
     files = {name: file for name in CLASSES if (file := _cache_file(name))}
     if engine not in files:
         return None
@@ -72,7 +75,10 @@ def engine_fields(engine: str) -> dict[str, Any] | None:
 
 
 def _cache_file(engine: str) -> Path | None:
-    """Return the cache file of an engine, named by a hash of the engine's sources; None without the engine."""
+    """Return the cache file of an engine, or None if the engine is not installed.
+
+    The name of the file contains a hash of the engine's sources.
+    """
     package, module, _, bounded = CLASSES[engine]
     spec = find_spec(package.partition(".")[0]) and find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -89,7 +95,10 @@ def _cache_file(engine: str) -> Path | None:
 
 @contextmanager
 def _lock() -> Iterator[bool]:
-    """Lock the cache until the end of the `with` block. The value of the block is True if the cache is writable."""
+    """Lock the cache until the end of the `with` block.
+
+    The value of the block is True if the cache is writable.
+    """
     with ExitStack() as stack:
         is_writable = False
         with suppress(OSError):
@@ -101,7 +110,7 @@ def _lock() -> Iterator[bool]:
 
 
 def _cached(file: Path) -> dict[str, Any] | None:
-    """Return the content of a cache file; None if it is missing or damaged."""
+    """Return the content of a cache file, or None if it is missing or damaged."""
     with suppress(OSError, ValueError):
         found = json.loads(file.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else None
@@ -118,7 +127,7 @@ def _write(file: Path, answer: dict[str, Any]) -> None:
 
 
 def _query(engines: list[str], is_writable: bool) -> dict[str, dict[str, Any]]:
-    """Return engine -> encoded fields from a subprocess that imports the engines."""
+    """Return {engine: encoded fields} from a subprocess that imports the engines."""
     kept = (
         f"kept in {user_cache()}"
         if is_writable
@@ -142,7 +151,7 @@ def _query(engines: list[str], is_writable: bool) -> dict[str, dict[str, Any]]:
 
 
 def main(engines: Mapping[str, tuple[str, str, str, tuple[str, ...]]]) -> None:
-    """Print engine -> encoded fields as one line of JSON; runs in the subprocess."""
+    """Print {engine: encoded fields} as one line of JSON. Runs in the subprocess."""
     found: dict[str, Any] = {}
     for engine, where in engines.items():
         try:
@@ -172,7 +181,10 @@ def _with_bounds(text: Any, bounds: dict[str, float] | None) -> Any:
 
 
 def encoded(annotation: Any) -> Any:
-    """Return a type encoded as JSON; "any" for a type with parts that are not plain Python types."""
+    """Return a type, encoded as JSON.
+
+    The result is "any" if a part of the type is not a plain Python type.
+    """
     try:
         return _encoded(annotation)
     except TypeError:
@@ -198,7 +210,7 @@ def _encoded(annotation: Any) -> Any:
 
 
 def decoded(text: Any) -> Any:
-    """Return the type for the JSON value that `encoded` returned for it."""
+    """Return the type that `encoded` has encoded as `text`."""
     if isinstance(text, str):
         return (_PLAIN | _CONTAINERS | {"any": Any, "...": ...})[text]
     if "of" in text:

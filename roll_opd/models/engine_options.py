@@ -40,12 +40,15 @@ ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")  # the name of an envir
 
 @cache
 def engine_options(engine: str) -> dict[str, Any] | None:
-    """Return option -> type (`Any` for a type that the engine defines); None if the engine is not installed."""
+    """Return {option: type} for an engine, or None if the engine is not installed.
+
+    The type is `Any` if the engine itself defines the type.
+    """
     return engine_fields(engine)
 
 
 def no_effect(engine: str, name: str) -> str | None:
-    """Return why an option has no effect in the installed engine; None if it may have an effect."""
+    """Return why an option has no effect in the installed engine, or None if it may have an effect."""
     if ENVIRONMENT.fullmatch(name):
         return f"is an environment variable, not an option of {engine}, and has no effect here; move it to system_envs"
     options = engine_options(engine)
@@ -55,9 +58,11 @@ def no_effect(engine: str, name: str) -> str | None:
 
 
 def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str] = ()) -> str | None:
-    """Return what is wrong with an engine option; None if it is valid, or if the engine is not installed.
+    """Return what is wrong with an engine option.
 
-    `also_known` has further valid keys. If `name` is misspelt, the message may suggest one of these keys.
+    The result is None if the option is valid, or if the engine is not installed.
+
+    `also_known`: further valid keys. If `name` is misspelt, the message may suggest one of them.
     """
     if engine == "Megatron" and name in MEGATRON_DECIDED:
         return "is set by the model's config.json, model_args or the engine; remove this option"

@@ -1,10 +1,12 @@
 """FLOPs of a model's forward and backward passes, computed from the sizes of the model.
 
-Each token is multiplied by the matrices of the model and attends to the keys that it sees.
+A product of an [m, k] and a [k, n] matrix has 2mkn FLOPs. The count includes the products of each token with the
+matrices of the model, and its attention to the keys that it sees. In a mixture of experts, only the experts that a
+token uses are counted.
 
-A product of an [m, k] and a [k, n] matrix has 2mkn FLOPs. The embedding's look-up, norms, activations, softmax, the
-optimizer, and recomputed layers are not counted. In a mixture of experts, only the experts that a token uses are
-counted. For Gated DeltaNet, the FLOPs of its recurrence are counted. The layers are computed in chunks, which takes
+These are not counted: the embedding's look-up, norms, activations, softmax, the optimizer, and recomputed layers.
+
+For Gated DeltaNet, the FLOPs of the recurrence are counted. The engine computes these layers in chunks, which takes
 more FLOPs.
 """
 
@@ -19,7 +21,7 @@ TRAINED, TRAINED_ADAPTERS = 3, 2
 
 
 def matrix_parameters(info: ModelInfo) -> int:
-    """Return the number of parameters, over all layers, of the matrices by which each token is multiplied.
+    """Return the number of parameters in the matrices by which each token is multiplied, summed over all layers.
 
     Embedding, head and norms are not included.
     """
@@ -44,11 +46,10 @@ def _attention_parameters(info: ModelInfo) -> int:
 
 
 def keys_seen(first: float, end: float, window: int = 0) -> float:
-    """Return how many keys the tokens at positions `first` to `end` - 1 of a sequence see, in total.
+    """Return the total number of keys that a range of tokens sees.
 
-    A token also sees its own key.
-
-    With a `window`, a token sees at most that many keys.
+    The tokens are at positions `first` to `end` - 1 of a sequence. A token also sees its own key. With a `window`, a
+    token sees at most that many keys.
     """
     if window and end > window:
         full = end - max(first, window)  # tokens that see a full window
@@ -62,8 +63,8 @@ def forward_flops(info: ModelInfo, tokens: float, keys: Callable[[int], float], 
     Args:
         info: the model.
         tokens: number of tokens that pass through the layers.
-        keys: function that takes a window (0: no window) and returns how many keys the tokens see, in total, in a layer
-            with this window.
+        keys: function that takes a window (0: no window). It returns the total number of keys that the tokens see in a
+            layer with this window.
         predicted: number of tokens that pass through the output head.
     """
     widths = info.head_dim + (info.latent.value if info.latent else info.head_dim)  # scores, and the sum of values
@@ -76,5 +77,10 @@ def forward_flops(info: ModelInfo, tokens: float, keys: Callable[[int], float], 
 
 
 def sequence_flops(info: ModelInfo, length: float, predicted: float) -> float:
-    """Return the FLOPs of a forward pass over a sequence of `length` tokens that predicts `predicted` tokens."""
+    """Return the FLOPs of a forward pass over one sequence.
+
+    Args:
+        length: number of tokens of the sequence.
+        predicted: number of tokens that the output head predicts.
+    """
     return forward_flops(info, length, lambda window: keys_seen(0, length, window), predicted)

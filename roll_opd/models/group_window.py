@@ -1,15 +1,18 @@
 """Order of groups from the prompt source to the learner: a first-in-first-out queue with a window. Starts no processes.
 
 A group consists of all samples of one prompt. Groups are numbered in the order of admission. Training on batch v turns
-the weights of version v into version v + 1. Legend: P number of groups in a batch, A number of groups that are admitted
-ahead of a batch, W size of the window.
+the weights of version v into version v + 1.
+
+Legend: P number of groups in a batch, A number of groups that are admitted ahead of a batch, W size of the window.
 
 **Admission.** Until version v + 1 is published, at most (v + 1) · P + A groups have been admitted since the start, not
-counting rejected groups. These are the groups of v + 1 batches and A groups ahead.
+counting rejected groups. These are the groups of v + 1 batches, and A groups ahead.
+
 **Order.** Let h be the number of the oldest group that is neither in a batch nor rejected. A batch takes only finished
 groups with numbers below h + W. So, for every group, at most W - 1 younger groups are trained before it.
+
 **Bound.** A group is admitted as number n < (v + 1) · P + A, and at most n + W - 1 groups are trained before it. The
-group is in batch (n + W - 1) // P at the latest, so its age in versions is at most (P + A + W - 2) // P. With A = S · P
+group is in batch (n + W - 1) // P at the latest. So its age in versions is at most (P + A + W - 2) // P. With A = S · P
 for an integer S, this bound is S + ceil((W - 1) / P). No group is discarded because of its age. With A = 0 and W = 1
 the bound is 0, and sampling and learning take turns.
 """
@@ -23,7 +26,7 @@ DEPTH = 2.0  # batches; deeper queues give older samples, but hardly faster step
 
 @dataclass(frozen=True)
 class Pace:
-    """The three numbers of groups that bound the age of samples."""
+    """Three numbers of groups that together bound the age of samples."""
 
     groups: int  # P: groups of a batch
     ahead: int = 0  # A: groups admitted beyond the batch of the published version
@@ -31,10 +34,11 @@ class Pace:
 
     @classmethod
     def of(cls, groups: int, bound: float, depth: float | None = None) -> "Pace":
-        """Return the pace for an age bound in versions and a depth (the number of batches sampled ahead).
+        """Return the pace for an age bound, in versions.
 
-        The rest of the bound, which the depth does not use, becomes the window. The default depth is the smaller of the
-        bound and `DEPTH`. Raises ValueError if the depth is above the bound.
+        `depth` is the number of batches that are sampled ahead. The default is the smaller of the bound and `DEPTH`.
+        The part of the bound that the depth does not use becomes the window. Raises ValueError if the depth is above
+        the bound.
         """
         depth = min(bound, DEPTH) if depth is None else depth
         if not 0 <= depth <= bound:
@@ -45,7 +49,7 @@ class Pace:
 
     @property
     def max_age(self) -> int:
-        """Largest age of a trained group, in versions. See **Bound** in the module's docstring."""
+        """Largest age of a trained group, in versions. See **Bound** in the docstring of the module."""
         return (self.groups + self.ahead + self.window - 2) // self.groups
 
     @property
@@ -55,16 +59,22 @@ class Pace:
 
 
 class GroupWindow:
-    """The groups of batches `first` to `last - 1` and their states: running, passed (finished), rejected, trained."""
+    """The groups of batches `first` to `last - 1`, and the state of each group.
+
+    The states are: running, passed (finished), rejected, trained.
+    """
 
     def __init__(self, pace: Pace, first: int, last: int, published: int | None = None) -> None:
-        """`published` is the version of the weights that the engines have at the start (default: `first`)."""
+        """Create a window without groups.
+
+        `published`: version of the weights that the engines have at the start. The default is `first`.
+        """
         self.pace, self._first, self._last = pace, first, last
         self.version = first if published is None else published
         self._admitted = self._rejected = self._earlier = 0
         self._open: dict[int, bool] = {}  # number -> has passed; only groups that are neither rejected nor in a batch
         self._filling: list[int] = []  # numbers of the batch that is being filled
-        self.batches = 0  # complete
+        self.batches = 0  # number of complete batches
 
     @property
     def room(self) -> int:
@@ -90,7 +100,10 @@ class GroupWindow:
 
     @property
     def head(self) -> int:
-        """Number of the oldest group that is neither in a batch nor rejected; without such a group, the next number."""
+        """Number of the oldest group that is neither in a batch nor rejected.
+
+        If there is no such group, the number of the next group.
+        """
         return min(self._open, default=self._admitted)
 
     @property
@@ -99,7 +112,7 @@ class GroupWindow:
         return self.batches == self._last - self._first
 
     def publish(self, version: int) -> None:
-        """Set the version of the engines' weights; raises ValueError for a version before the current version."""
+        """Set the version of the engines' weights. Raises ValueError if `version` is older than the current version."""
         if version < self.version:
             raise ValueError(f"version {version} was published after version {self.version}")
         self.version = version
@@ -112,16 +125,19 @@ class GroupWindow:
         return numbers
 
     def pass_over(self) -> int:
-        """Reserve the next number for a group that was trained or filtered before a resume.
+        """Skip the number of a group that was trained or filtered before the run was resumed, and return this number.
 
-        The other groups thus have the same numbers as without the resume.
+        So all other groups have the same numbers as in a run without interruption.
         """
         self._admitted += 1
         self._earlier += 1
         return self._admitted - 1
 
     def withdraw(self, count: int) -> None:
-        """Remove the `count` youngest groups, which are running but are not needed. Their numbers are used again."""
+        """Remove the `count` youngest groups, which are running but not needed.
+
+        Their numbers are given to other groups later.
+        """
         for _ in range(count):
             self._admitted -= 1
             del self._open[self._admitted]
@@ -129,7 +145,7 @@ class GroupWindow:
     def decide(self, number: int, *, passed: bool) -> None:
         """End the sampling of a running group.
 
-        `passed` is True if the group passed the filters. Otherwise the group is rejected, and one more group may be
+        `passed`: whether the group passed the filters. If it did not, the group is rejected, and one more group may be
         admitted.
         """
         if self._open.get(number) is not False:
@@ -143,9 +159,8 @@ class GroupWindow:
     def take(self) -> list[int] | None:
         """Return the numbers of the groups in the next batch, in ascending order.
 
-        The result is None if too few groups have passed.
-
-        The batch has the oldest passed groups inside the window.
+        The batch consists of the oldest groups that have passed. All of them must be inside the window. The result is
+        None if there are too few.
         """
         while len(self._filling) < self.pace.groups:
             limit = self.head + self.pace.window

@@ -20,7 +20,10 @@ COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_los
 
 
 def check_layout(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
-    """Check that a model can be sharded in `layout` with the Megatron options `args`."""
+    """Check that a model can be sharded in a layout.
+
+    `args`: Megatron's options.
+    """
     check_tensor_parallel(info, layout.tp, "tensor_model_parallel_size", diagnostics)
     _check_pipeline(info, layout, args, diagnostics)
     _check_experts(info, layout, diagnostics)
@@ -29,10 +32,11 @@ def check_layout(info: ModelInfo, layout: Layout, args: Mapping[str, object], di
 def check_tensor_parallel(
     info: ModelInfo, tp: int, key: str, diagnostics: Diagnostics, copies_kv_heads: bool = False
 ) -> None:
-    """Check that heads and MLP can be split into `tp` equal parts.
+    """Check that attention heads and the MLP can be split into `tp` equal parts.
 
-    The vocabulary may be indivisible, because both engines pad it. With `copies_kv_heads` (vLLM), several ranks may
-    have the same key/value head.
+    The size of the vocabulary need not be divisible, because both engines pad it.
+
+    `copies_kv_heads`: several ranks may have copies of the same key/value head, as in vLLM.
     """
     if tp == 1:
         return

@@ -1,7 +1,7 @@
 """Estimate the memory that each role needs per rank, from the sizes in config.json.
 
 The estimates are within a few per cent of the allocated memory. They do not include fragmentation, communication
-buffers, the engines' overhead or the savings by selective recomputation.
+buffers, the overhead of the engines, or the savings by selective recomputation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ Parts = dict[str, int]  # name of a part -> bytes per rank
 
 @dataclass(frozen=True)
 class ModelShard:
-    """Sizes of one rank's part of a model in a layout."""
+    """Sizes of the part of a model that one rank holds in a layout."""
 
     info: ModelInfo
     layout: Layout
@@ -60,10 +60,11 @@ class ModelShard:
         return max(1.0, self.info.kv_heads / self.layout.tp)
 
     def parameters(self, stage: int) -> tuple[int, int]:
-        """Return the number of (dense, expert) parameters on a rank of pipeline stage `stage`.
+        """Return (dense, expert) numbers of parameters on a rank of pipeline stage `stage`.
 
-        The first stage also has the embedding. The last stage also has the head; a tied head is a copy of the
-        embedding. Every tensor rank has all routers and all down-projections of latent attention.
+        The first stage also has the embedding. The last stage also has the head. A tied head is a copy of the
+        embedding, if it is on another stage. Every tensor rank has all routers and all down-projections of latent
+        attention.
         """
         info, layout = self.info, self.layout
         each = info.experts * 3 * info.hidden * info.expert_intermediate
@@ -92,9 +93,9 @@ class ModelShard:
         return int(dense / layout.tp + whole), int(experts * share / (layout.ep * layout.expert_tp))
 
     def layers_of(self, stage: int) -> tuple[float, float]:
-        """Return the number of dense layers and the number of expert layers in a stage.
+        """Return (number of dense layers, number of expert layers) in a stage.
 
-        If the stages have different numbers of layers, the result is the mean over the stages.
+        If the layers cannot be divided equally over the stages, these are means over the stages.
         """
         info, pp = self.info, self.layout.pp
         chunks = pp * (self.layout.vpp or 1)
@@ -120,9 +121,10 @@ class ModelShard:
         return int(lora.rank * (columns + rows) * info.layers / self.layout.pp)
 
     def layer_elements(self) -> float:
-        """Return how many elements per token a layer stores for backward on a rank, averaged over layers.
+        """Return how many elements per token a layer stores for backward on a rank.
 
-        With flash attention and a fused SwiGLU, a layer stores these elements per token:
+        The result is a mean over the layers. With flash attention and a fused SwiGLU, a layer stores these elements per
+        token:
 
         - the inputs of the norms: 2 times the hidden size, or 4 times in Gemma and GLM-4; twice as much for norms that
           copy their input to f32
@@ -131,9 +133,10 @@ class ModelShard:
           times the key width
         - the two MLP projections and their product: 3 times the MLP width
 
-        In a mixture of experts, each of the `experts_per_token` experts stores a copy of the token's hidden state. The
-        calculation follows Korthikanti et al. 2022, section 4. It is generalised to query, key and MLP widths that are
-        not multiples of the hidden size.
+        In a mixture of experts, each of the `experts_per_token` experts stores a copy of the token's hidden state.
+
+        The calculation follows Korthikanti et al. 2022, section 4. It is generalised to query, key and MLP widths that
+        are not multiples of the hidden size.
         """
         info, layout = self.info, self.layout
         sequence = layout.tp if layout.sequence_parallel else 1
@@ -156,11 +159,11 @@ class ModelShard:
     def kept_elements(self, stage: int, args: Mapping[str, object], micro_batches: int) -> float:
         """Return the peak number of elements that a stage stores per token.
 
-        The number includes all layers of the stage and all its micro-batches in flight.
+        The number includes all layers of the stage and all its micro-batches in flight. In the 1F1B schedule, a stage
+        has `pp - stage` micro-batches in flight. Interleaved stages have more micro-batches in flight (Narayanan et al.
+        2021). With full recomputation, each layer stores only its input, and one layer at a time is recomputed.
 
-        `args` are Megatron's recompute options. With the 1F1B schedule, `pp - stage` micro-batches are in flight.
-        Interleaved stages have more micro-batches in flight (Narayanan et al. 2021). With full recomputation, each
-        layer stores only its input, and one layer at a time is recomputed.
+        `args`: Megatron's recompute options.
         """
         info, layout = self.info, self.layout
         layers, chunks = info.layers / layout.pp, layout.vpp or 1
@@ -183,9 +186,9 @@ def shard_of(info: ModelInfo, role: MegatronPlan, device: str = "cpu") -> ModelS
 
 
 def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, tuple[Parts, ...]]:
-    """Return role name -> tuple with {part: bytes per rank} of each pipeline stage.
+    """Return {role: memory of each pipeline stage}. The memory of a stage is {part: bytes per rank}.
 
-    `longest` is the number of tokens of the longest sequence. Inference roles have one stage.
+    Inference roles have one stage. `longest`: number of tokens of the longest sequence.
     """
     found: dict[str, tuple[Parts, ...]] = {}
     response = plan.rollout.sampling.max_new_tokens if plan.rollout else 0
@@ -214,12 +217,21 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
 
 
 def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -> Parts:
-    """Return a training role's memory per rank in a pipeline stage.
+    """Return the memory of a training role, per rank of a pipeline stage.
 
-    With p parameters: weights = p * bytes; gradients = 4p; optimizer = 8p for fp32 models, else 12p. The distributed
-    optimizer shards the optimizer state: the state of dense parameters is divided by dp * cp, and the state of experts
-    by dp * cp * tp / (expert_tp * ep). `ModelShard` computes the memory for activations and head. With LoRA, only the
-    adapters have gradients and optimizer state.
+    With p parameters per rank:
+
+    - weights: p * bytes of the dtype
+    - gradients: 4p
+    - optimizer: 8p for fp32 models, 12p for others
+    - activations and head: computed from the sizes in `ModelShard`
+
+    The distributed optimizer divides the optimizer state by these numbers:
+
+    - dense parameters: dp * cp
+    - experts: dp * cp * tp / (expert_tp * ep)
+
+    With LoRA, only the adapters have gradients and optimizer state.
     """
     layout, size = plan.layout, BYTES[plan.model.dtype]
     dense, experts = shard.parameters(stage)
@@ -244,8 +256,8 @@ def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -
 def logprob_memory(shard: ModelShard, role: MegatronPlan, longest: int, stage: int) -> Parts:
     """Return the memory of a frozen model per rank: its weights, the activations of one layer, and the output head.
 
-    A follower that averages the student's weights also stores the averages in fp32, unless the follower is an fp32
-    model.
+    A follower may average the student's weights. Such a follower also stores the averages in fp32, unless its model is
+    fp32.
     """
     size = BYTES[role.model.dtype]
     tokens = _tokens(role.forward_limits, longest, role.layout)
@@ -263,7 +275,7 @@ def _tokens(limits: MicroBatchLimits, longest: int, layout: Layout) -> int:
 
 
 def _head(shard: ModelShard, tokens: int, size: int, stage: int) -> Parts:
-    """Return the memory of the output head, which is on the last stage.
+    """Return the memory of the output head. It is empty for all stages but the last.
 
     The head stores the hidden states before and after the final norm, and the logits of one chunk of tokens.
     """
@@ -274,14 +286,17 @@ def _head(shard: ModelShard, tokens: int, size: int, stage: int) -> Parts:
 
 
 def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Parts:
-    """Return the memory of an inference rank: its weights, and a KV cache for `sequences` sequences of full length.
+    """Return the memory of an inference rank: its weights, and a KV cache.
+
+    The KV cache is for all `sequences` sequences at full length, but not for more sequences than vLLM runs by default.
 
         kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens
         kv_cache = layers * (kv_lora_rank + qk_rope_head_dim) * bytes * tokens        (latent attention)
 
-    A layer with a window stores `window_tokens` tokens per sequence. vLLM allocates the fraction
-    `gpu_memory_utilization` of a device, and queues sequences that do not fit. This function instead returns the memory
-    for running all sequences concurrently. The memory for the prefill of prompts is not included.
+    A layer with a window stores only `window_tokens` tokens per sequence. The states of Gated DeltaNet layers are part
+    of the KV cache. The memory for the prefill of prompts is not included.
+
+    vLLM instead allocates the fraction `gpu_memory_utilization` of a device, and queues sequences that do not fit.
     """
     size, shard, length = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp)), engines.max_model_len
     block = engines.engine_args.get("block_size") or VLLM_BLOCK
@@ -293,27 +308,35 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
 
 
 def window_tokens(window: int, length: int, block: int, in_flight: int = VLLM_IN_FLIGHT) -> int:
-    """Return how many tokens vLLM stores for a sequence of `length` tokens in a layer with a window.
+    """Return how many tokens of a sequence vLLM stores in a layer with a window.
 
-    vLLM stores the last `window` - 1 tokens and the `in_flight` tokens whose steps are scheduled, in blocks of `block`
-    tokens. vLLM adds one block, because a window may start in the middle of a block (see vLLM's `SlidingWindowSpec`).
+    vLLM stores the last `window` - 1 tokens, and the tokens whose steps are scheduled. It stores them in blocks, plus
+    one block, because a window may start in the middle of a block (see vLLM's `SlidingWindowSpec`).
+
+    Args:
+        length: number of tokens of the sequence.
+        block: number of tokens of a block.
+        in_flight: number of tokens whose steps are scheduled.
     """
     return (-(-min(window - 1 + in_flight, length) // block) + 1) * block
 
 
 def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
-    """Return the parts of the stage that needs the most memory."""
+    """Return the memory of the pipeline stage that needs the most."""
     return max(stages, key=lambda parts: sum(parts.values()), default={})
 
 
 def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
-    """Return device -> total bytes of the roles that run on the device.
+    """Return {device: total bytes of the roles on the device}.
 
-    The total includes the weights, optimizer state and caches of all roles, including judges and auxiliary models. It
-    includes activations only with `computing`, and only of the role with the most activations. If the size of the
-    device is known, the memory of an engine is its `gpu_memory_utilization` times this size. For roles that take turns
-    on shared devices, the total includes the parts that they hold in the phase that needs the most memory (see
-    `held_together`).
+    The total includes the weights, optimizer state and caches of all roles, including judges and auxiliary models. For
+    roles that take turns on shared devices, it includes the parts that they hold in the phase that needs the most
+    memory (see `held_together`).
+
+    Args:
+        device_bytes: size of a device. If it is known, the memory of an engine is `gpu_memory_utilization` times this
+            size.
+        computing: include activations. Only the role with the most activations counts.
     """
     stays: dict[int, int] = {}
     turns = {member.name: member for member in members_on_gpus(plan)}
@@ -350,7 +373,7 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
 def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
     """Return the bytes of the parts that a member holds.
 
-    If the member `computes` in the phase, the bytes of its temporary parts are included.
+    If `computes` is True, the member's temporary parts are included.
     """
     names = {str(part) for part in held} | set(BESIDE_WEIGHTS) | (set(PASSING) if computes else set())
     return sum(size for name, size in parts.items() if name in names)
@@ -359,7 +382,7 @@ def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
 def _of_devices(
     role: MegatronPlan | RolloutPlan, stages: tuple[Mapping[str, int], ...]
 ) -> Iterator[tuple[int, Mapping[str, int]]]:
-    """Yield (device, parts of the rank on this device) for a role.
+    """Yield (device, parts) for each rank of a role. `parts` is the memory of the rank.
 
     The ranks of a stage are consecutive.
     """

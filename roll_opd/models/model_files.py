@@ -1,9 +1,10 @@
 """Read the JSON files and safetensors headers of a Hugging Face model directory, and choose its weight files.
 
-A directory may have more than one set of weights. For example, `save_pretrained` into the directory of a sharded model
-does not delete the old index, and a download may leave links to deleted files. transformers loads model.safetensors if
-it exists, but vLLM loads the files of the index. If two complete sets of weights differ, the choice is ambiguous and an
-error is raised. Each error names the file and the remedy.
+A directory may have two sets of weights. For example, `save_pretrained` into the directory of a sharded model does not
+delete the old index. transformers loads model.safetensors if it exists, but vLLM loads the files of the index. So an
+error is raised if both sets are complete and differ.
+
+A download may also leave links to deleted files. Each error names the file and the remedy.
 """
 
 import json
@@ -30,29 +31,33 @@ MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def decoder_name(name: str) -> str:
-    """Return the name that a tensor has in a checkpoint that contains only the text model."""
+    """Return the name of a tensor in a checkpoint that contains only the text model."""
     return name.replace(TEXT_PREFIX, "model.", 1) if name.startswith(TEXT_PREFIX) else name
 
 
 def is_kept(name: str, layers: int) -> bool:
     """Return whether a tensor is exported unchanged.
 
-    This is the case if a model with `layers` layers neither loads nor trains the tensor.
-
-    Such tensors belong to the vision encoder or to multi-token prediction, whose layers DeepSeek-V3 and GLM-4.5 store
-    after the last layer.
+    A model with `layers` layers neither loads nor trains such a tensor. It belongs to the vision encoder or to
+    multi-token prediction. DeepSeek-V3 and GLM-4.5 store the layers for multi-token prediction after the last layer.
     """
     in_a_layer = IN_A_LAYER.match(name)
     return name.startswith(KEPT) or (in_a_layer is not None and int(in_a_layer[1]) >= layers)
 
 
 def decoder_prefix(names: Iterable[str]) -> str:
-    """Return the prefix of the decoder's tensors in a checkpoint with tensors of these names."""
+    """Return the prefix of the decoder's tensors in a checkpoint.
+
+    `names`: names of all tensors in the checkpoint.
+    """
     return TEXT_PREFIX if any(name.startswith(TEXT_PREFIX) for name in names) else "model."
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a multimodal config.json for the text model; return other configurations unchanged."""
+    """Return the configuration of the text model from a multimodal config.json.
+
+    Other configurations are returned unchanged.
+    """
     text, model_type = config.get("text_config"), MULTIMODAL.get(str(config.get("model_type")))
     if not isinstance(text, dict) or model_type is None:
         return config
@@ -74,7 +79,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return tensor name -> header entry. Raises ModelFilesError for a damaged file."""
+    """Return {tensor name: header entry} of a safetensors file. Raises ModelFilesError if the file is damaged."""
     with file.open("rb") as stream:
         start = stream.read(8)
         if not start:
@@ -108,7 +113,10 @@ def _stored_tensor(file: Path, value: dict[str, Any], data: int) -> StoredTensor
 
 
 def differ(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two tensors of equal shape and dtype differ in their sampled pieces."""
+    """Return whether the sampled pieces of two tensors differ.
+
+    The tensors must have the same shape. If their dtypes differ, the result is False.
+    """
     return one.dtype == other.dtype and any(
         left != right for left, right in zip(pieces(one), pieces(other), strict=True)
     )
@@ -131,7 +139,7 @@ POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-LFS poin
 
 
 class ModelFilesError(Exception):
-    """A model directory is unusable; the message states the reason and the remedy."""
+    """A model directory is unusable. The message states the reason and the remedy."""
 
 
 def is_pointer(file: Path) -> bool:
@@ -146,7 +154,10 @@ def pointer_sentence(file: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ModelFilesError with file and line if the content is not an object."""
+    """Return the JSON object in a file.
+
+    Raises ModelFilesError if the file cannot be read or does not contain an object. The message names the file.
+    """
     try:
         found = content(path)
         if found.startswith(POINTER):
@@ -172,7 +183,8 @@ MAX_NAMED = 3  # files in a message
 def weight_files(path: Path) -> tuple[Path, ...]:
     """Return the safetensors files of a model, or () for a directory without weights.
 
-    Raises ModelFilesError if weights are incomplete, in another file format, or in two sets that differ.
+    Raises ModelFilesError if the weights are incomplete, if they are in another file format, or if there are two sets
+    that differ.
     """
     single, shards = path / SINGLE, _shards(path)
     if single.is_file():
@@ -208,7 +220,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def engine_problem(path: Path) -> str | None:
-    """Return an error message if the index of a model is stale, else None.
+    """Return an error message if the index of a model is stale, otherwise None.
 
     With a stale index, vLLM does not start. transformers does not read the index if model.safetensors exists.
     """
@@ -222,10 +234,14 @@ def engine_problem(path: Path) -> str | None:
 
 
 def stored_tensors(path: Path, files: tuple[Path, ...]) -> dict[str, StoredTensor]:
-    """Return every tensor of the model in `path` by name, read from the headers of its weight `files`.
+    """Return {name: header entry} of every tensor of a model.
 
-    If a name is in several files, the index decides. Raises ModelFilesError if a file is damaged or truncated, or if a
-    tensor is not in the file that the index names.
+    If several files contain a name, the index decides. Raises ModelFilesError if a file is damaged or truncated, or if
+    a tensor is not in the file that the index names.
+
+    Args:
+        path: the model directory.
+        files: its weight files. Only their headers are read.
     """
     headers = {str(file.relative_to(path)): read_header(file) for file in files}
     found = {name: tensor for header in headers.values() for name, tensor in header.items()}
@@ -243,7 +259,10 @@ def _shards(path: Path) -> tuple[Path, ...]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return tensor -> file from the index; {} without an index. Raises ModelFilesError for a malformed index."""
+    """Return {tensor: file} from the index, or {} without an index.
+
+    Raises ModelFilesError if the index is malformed.
+    """
     if not (path / INDEX).is_file():
         return {}
     names = read_json(path / INDEX).get("weight_map", {})
@@ -260,7 +279,10 @@ def _are_complete(shards: tuple[Path, ...]) -> bool:
 
 
 def _check_same(path: Path, single: Path, shards: tuple[Path, ...]) -> None:
-    """Raise ModelFilesError if the single file and the shards differ in sampled pieces of a tensor."""
+    """Raise ModelFilesError if the single file and the shards contain different weights.
+
+    Only sampled pieces of each tensor are compared.
+    """
     one, other = read_header(single), stored_tensors(path, shards)
     name = next(
         (name for name in sorted(one.keys() | other.keys()) if not _are_same(one.get(name), other.get(name))), None
@@ -288,12 +310,12 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a copy of a config.json in which all existing dtype keys are set to `dtype`.
+    """Return a copy of a config.json with another dtype.
 
-    The keys in the configurations of inner models are set too.
+    All existing dtype keys are set, also in the configurations of inner models. If there is none, `dtype` is added.
 
-    transformers 5 writes `dtype` but also reads `torch_dtype`. If both keys exist, different programs read different
-    keys.
+    transformers 5 writes `dtype` but also reads `torch_dtype`. If only one of two existing keys were set, different
+    programs could read different dtypes.
     """
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     inner = {

@@ -105,13 +105,17 @@ class ModelInfo:
         return self.layers - sum(self.is_delta)
 
     def state_elements(self, tp: int) -> float:
-        """Return how many elements each of `tp` inference ranks stores per sequence for Gated DeltaNet layers."""
+        """Return the number of elements that an inference rank stores per sequence for the Gated DeltaNet layers.
+
+        `tp` is the number of tensor-parallel ranks of an engine.
+        """
         return sum(self.is_delta) * self.delta.state / tp if self.delta else 0
 
     def cached_elements(self, tp: int) -> float:
-        """Return the number of cached elements per token on each of `tp` inference ranks.
+        """Return the number of cached elements per token on an inference rank.
 
-        If there are more ranks than key/value heads, several ranks have a copy of the same head.
+        `tp` is the number of tensor-parallel ranks of an engine. If there are more ranks than key/value heads, several
+        ranks have a copy of the same head.
         """
         if self.latent:
             return self.layers * self.latent.cached
@@ -119,9 +123,10 @@ class ModelInfo:
 
 
 def find_model(text: str) -> Path:
-    """Return the local directory of a model, given a path or the Hub name of a model that is already downloaded.
+    """Return the local directory of a model.
 
-    Raises ModelFilesError if there is no such directory; never downloads a model.
+    `text` is a path, or the Hub name of a model that is already in the cache. This function never downloads a model.
+    Raises ModelFilesError if there is no such directory.
     """
     try:
         found = find_path(text) or _in_hub_cache(text)
@@ -155,7 +160,10 @@ def _in_hub_cache(name: str) -> Path | None:
 
 
 def read_model(path: Path) -> ModelInfo:
-    """Read the model in directory `path`; raises ModelFilesError."""
+    """Return the sizes and weight files of the model in directory `path`.
+
+    Raises ModelFilesError if the directory cannot be read or the model is not supported.
+    """
     try:
         if not (path / "config.json").is_file():
             raise ModelFilesError(f"{path} has no config.json; {_in_its_place(path)}")
@@ -180,7 +188,7 @@ def read_model(path: Path) -> ModelInfo:
 
 
 def _in_its_place(path: Path) -> str:
-    """Describe a directory without config.json, which contains either an adapter or no model."""
+    """Return what a directory without config.json contains instead, as the end of an error message."""
     if not (path / "adapter_config.json").is_file():
         return "it is not a Hugging Face model directory"
     base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
@@ -304,7 +312,10 @@ def _parameters_by_size(info: ModelInfo) -> int:
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first positive value among the keys `names` of config.json; values must be integers."""
+    """Return the first positive value in config.json among the keys `names`, else `default`.
+
+    Raises ModelFilesError if a value is not an integer, or if no key has a value and there is no default.
+    """
     for name in names:
         value = config.get(name)
         if value is None:
@@ -321,7 +332,11 @@ def _size(config: dict[str, Any], *names: str, default: int | None = None) -> in
 
 
 def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
-    """Return whether two models have the same weights: the same files, or files of equal size and sampled content."""
+    """Return whether two models have the same weights.
+
+    Weights count as the same if both models use the same files, or if the files have equal sizes and equal
+    fingerprints.
+    """
     if one.path == other.path:
         return True
     if not (one.weight_files and other.weight_files):
@@ -334,9 +349,9 @@ def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
 
 
 def fingerprint(file: Path) -> str:
-    """Return a hash of the size of a file and of pieces from all its parts.
+    """Return a hash of a file's size and of pieces of its content.
 
-    The first piece of the file is not enough, because the first tensors of fine-tuned models may be equal.
+    The pieces are spread over the whole file, because the first tensors of two fine-tuned models may be equal.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())

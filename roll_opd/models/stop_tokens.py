@@ -46,10 +46,10 @@ class _Generation(Extension):
 
 
 def turn_end(path: Path, template: str | None = None) -> TurnEnd | None:
-    """Return the text and the tokens that `template` (default: the tokenizer's template) writes after an answer.
+    """Return the text and the tokens that a chat template writes after an answer.
 
-    Returns None if there is no template, if rendering it fails or drops the answer, or if the vocabulary cannot be
-    read.
+    `template` is by default the template of the tokenizer. Returns None if there is no template, if the template cannot
+    be rendered, if it drops the answer, or if the vocabulary cannot be read.
     """
     source = chat_template_of(path) if template is None else template
     if isinstance(source, list):  # several, by name
@@ -101,8 +101,8 @@ def added_tokens(path: Path) -> dict[str, int]:
 def stop_tokens(path: Path, engine_args: Mapping[str, Any]) -> StopTokens:
     """Return the stop tokens that a vLLM engine with `engine_args` uses.
 
-    These are the tokenizer's eos_token and the eos_token_id of generation_config.json (of config.json if
-    generation_config.json does not exist).
+    The stop tokens are the tokenizer's eos_token, and the eos_token_id of generation_config.json. If this file does not
+    exist, the eos_token_id of config.json is used. An eos_token_id in `override_generation_config` is added.
     """
     ids: set[int] = set()
     words: list[str] = []

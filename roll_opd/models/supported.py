@@ -1,7 +1,8 @@
-"""Check that the Megatron engine supports a model and its Megatron-core options; imports neither torch nor Megatron.
+"""Check that the Megatron engine supports a model and its Megatron-core options.
 
 Only tested options are accepted. Other options are rejected, because they need components that this project lacks, or
-because they would be ignored without an error (`fp8`, `mtp_num_layers`).
+because they would be ignored without an error (`fp8`, `mtp_num_layers`). This module imports neither torch nor
+Megatron.
 """
 
 import json
@@ -153,9 +154,9 @@ DISPATCHER = "alltoall"
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """Return why the engine rejects an option; None if the engine accepts it.
+    """Return why the engine rejects an option, or None if the engine accepts it.
 
-    A disabled option (false, 0) is always accepted.
+    An option that is off (false or 0) is accepted, except `moe_token_dispatcher_type`.
     """
     if name == "recompute_modules" and isinstance(value, list | tuple):
         others = [module for module in value if module not in RECOMPUTED]
@@ -175,7 +176,10 @@ def remark(name: str, *, has_gpus: bool) -> str | None:
 
 
 def usable(args: Mapping[str, Any], *, has_kernels: bool) -> dict[str, Any]:
-    """Return the options; without `has_kernels`, leave out options that need Transformer Engine."""
+    """Return the options that the engine can use.
+
+    If `has_kernels` is False, options that need Transformer Engine are left out.
+    """
     if has_kernels:
         return dict(args)
     found = {name: value for name, value in args.items() if name not in FOR_GPUS or not value}

@@ -1,8 +1,10 @@
 """Map the tokens of a tokenizer to bytes, and bytes to tokens, without transformers.
 
 A table of bytes by token id gives the exact text of any token sequence, even if a token contains only a part of a
-character. The encoder cuts bytes into tokens as the tokenizer would in the middle of a text: it adds no
-beginning-of-sequence token, adds no space before the first word, and does not normalise, because normalisation would
+character.
+
+The encoder cuts bytes into tokens as the tokenizer does in the middle of a text. It therefore adds no
+beginning-of-sequence token, and no space before the first word. It does not normalise, because normalisation would
 change bytes.
 
 Two formats are supported. The first is BPE over bytes, with GPT-2's table of characters. The second is the format of
@@ -38,7 +40,7 @@ class TokenBytes:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """int64 [V]."""
+        """Number of bytes of each token id, int64 [V]."""
         return np.array([len(token) for token in self.by_id], np.int64)
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
@@ -47,7 +49,7 @@ class TokenBytes:
 
 
 def check_format(content: dict[str, Any]) -> None:
-    """Raise ModelFilesError unless the bytes of each token in a tokenizer.json are known."""
+    """Raise ModelFilesError if a tokenizer.json has a format in which the bytes of a token are not known."""
     kind = content["model"].get("type")
     if kind not in ("BPE", "Unigram"):
         raise ModelFilesError(
@@ -59,7 +61,7 @@ def check_format(content: dict[str, Any]) -> None:
 def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
     """Return the byte table of a tokenizer.json, padded to at least `size` ids.
 
-    Raises ModelFilesError if the format does not determine the bytes (WordPiece, for example, loses spaces).
+    Raises ModelFilesError if the format does not determine the bytes of a token. For example, WordPiece loses spaces.
     """
     model, added = content["model"], content.get("added_tokens") or []
     vocabulary = model.get("vocab") or {}
@@ -79,7 +81,7 @@ def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
 
 
 def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return a function from a token of the vocabulary to its bytes."""
+    """Return a function that maps a token of the vocabulary to its bytes."""
     kinds = {step["type"] for name in ("pre_tokenizer", "decoder", "normalizer") for step in _steps(content.get(name))}
     check_format(content)
     if "ByteLevel" in kinds:
@@ -143,10 +145,10 @@ class ByteEncoder:
         self._specials = self.table.special
 
     def encode(self, data: bytes) -> tuple[list[int], np.ndarray]:
-        """Return tokens (`MISSING` for bytes without a token) and the end of each token in `data`, int64 [U].
+        """Return (tokens, ends): the tokens of `data`, and the offset in `data` at which each token ends.
 
-        Text that spells a special token is encoded as ordinary tokens. Bytes that are not valid UTF-8 become tokens of
-        single bytes.
+        A byte for which the vocabulary has no token becomes `MISSING`. Text that spells a special token is encoded as
+        ordinary tokens. Bytes that are not valid UTF-8 are encoded as tokens of single bytes. The ends are int64 [U].
         """
         try:
             return self._encode_text(data.decode(), data)
@@ -182,7 +184,11 @@ class ByteEncoder:
     def _by_offsets(
         self, text: str, data: bytes, tokens: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], np.ndarray]:
-        """Return the tokens of a text, where byte tokens replace tokens whose bytes differ from the text."""
+        """Return (tokens, ends) of a text, as `encode` does.
+
+        If the bytes of a token differ from the bytes of the text at this place, the token is replaced by tokens of
+        single bytes.
+        """
         byte_of = np.cumsum([0, *(len(one.encode()) for one in text)])
         found: list[int] = []
         ends: list[int] = []
@@ -204,7 +210,10 @@ class ByteEncoder:
 
 
 def _valid_prefix(data: bytes) -> tuple[str, int]:
-    """Return the longest valid text at the start of `data`, and the number of invalid bytes after it."""
+    """Return (text, invalid) for the start of `data`.
+
+    The text is the longest valid text. `invalid` is the number of invalid bytes after it.
+    """
     try:
         return data.decode(), 0
     except UnicodeDecodeError as error:
@@ -212,7 +221,7 @@ def _valid_prefix(data: bytes) -> tuple[str, int]:
 
 
 def _inside_text(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json that preserves all bytes and splits text as if other text came before it."""
+    """Return a tokenizer.json that preserves all bytes, and that splits a text as if other text came before it."""
     kept = [step for step in _steps(content.get("normalizer")) if _is_space(step)]
     return {
         **content,

@@ -1,4 +1,4 @@
-"""Compare the files of two tokenizers; read their ids, special tokens and chat templates.
+"""Compare the files of two tokenizers. Read their ids, special tokens and chat templates.
 
 Teachers get token ids, not text. Every id that the student can generate must therefore be the same token in both
 tokenizers. Differences in tokenization, special tokens and chat templates affect only the student, so they only cause a
@@ -28,7 +28,7 @@ MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, Recurs
 class TokenizerComparison:
     """Differences between the tokenizers of a student and of a model that reads the student's tokens."""
 
-    conflict: str | None = None  # message if an id of the student has a different or no token in the other
+    conflict: str | None = None  # message if an id of the student is another token, or no token, in the other tokenizer
     differences: tuple[str, ...] = ()  # messages for all other differences
     only_student: int = 0  # number of ids missing in the other tokenizer
     only_other: int = 0
@@ -40,10 +40,10 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def largest_token_id(path: Path) -> int | None:
-    """Return the largest id in tokenizer.json, or None if the model has no such file.
+    """Return the largest token id in tokenizer.json, or None if the model has no such file.
 
-    Raises ModelFilesError if the file is unreadable, is a git-LFS pointer, or is not in the format of the `tokenizers`
-    library.
+    Raises ModelFilesError if the file cannot be read, if it is a git-LFS pointer, or if it is not in the format of the
+    `tokenizers` library.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -68,9 +68,9 @@ def added_ids(path: Path) -> frozenset[int]:
 
 
 def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
-    """Compare the student's tokenizer with the tokenizer of `other`, a model that messages call `name`.
+    """Compare the student's tokenizer with the tokenizer of another model.
 
-    Raises ModelFilesError if a file cannot be read.
+    `name` is what messages call the other model. Raises ModelFilesError if a file cannot be read.
     """
     if student == other:
         return TokenizerComparison()
@@ -125,7 +125,7 @@ def _first(number: int, tokens: dict[int, str]) -> str:
 
 
 def tokens_by_id(path: Path) -> dict[int, str] | None:
-    """Return id -> token, including added tokens; None if there is no file in a known format."""
+    """Return a map from id to token, including added tokens, or None if no file has a known format."""
     if (path / "tokenizer.json").is_file():
         content = read_json(path / "tokenizer.json")
         added = {int(token["id"]): token["content"] for token in content.get("added_tokens") or []}
@@ -142,10 +142,10 @@ def tokens_by_id(path: Path) -> dict[int, str] | None:
 
 
 def vocabulary_fingerprint(path: Path) -> str:
-    """Return a digest (16 hexadecimal digits) of a model's tokens in order of their ids; "" for an unknown format.
+    """Return a fingerprint of a model's tokens and their ids: 16 hexadecimal digits, or "" for an unknown format.
 
-    Equal fingerprints mean that every id is the same token. Padding rows of the embedding and chat templates do not
-    affect the fingerprint.
+    If two fingerprints are equal, every id is the same token in both models. Padding rows of the embedding and chat
+    templates do not affect the fingerprint.
     """
     tokens = tokens_by_id(path)
     if tokens is None:
@@ -217,7 +217,10 @@ def _settings_difference(mine: dict[str, Any], theirs: dict[str, Any], name: str
 
 
 def _ends(path: Path) -> frozenset[int]:
-    """Return eos_token_id from generation_config.json, else from config.json; empty if neither file has it."""
+    """Return the eos_token_id values of generation_config.json, else of config.json.
+
+    The set is empty if neither file has the key.
+    """
     for file in ("generation_config.json", "config.json"):
         ids = read_json(path / file).get("eos_token_id") if (path / file).is_file() else None
         if ids is not None:

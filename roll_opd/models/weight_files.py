@@ -1,7 +1,7 @@
 """Check a model's weight files against its config.json before a start: names, shapes, dtypes and sampled bytes.
 
 A model whose config.json does not match its weights may load without an error and then give wrong log-probs. For
-example, if config.json has too few layers, the last layers are dropped; a quantised matrix may be read without its
+example, if config.json has too few layers, the last layers are dropped. A quantised matrix may be read without its
 scales. This module does not import torch.
 """
 
@@ -28,10 +28,10 @@ Shape = tuple[int, ...]
 
 
 def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
-    """Return a message for each mismatch between the weights of `info` and its config.json.
+    """Return a message for each mismatch between the weights of a model and its config.json.
 
-    Without weights the result is empty. A critic needs no output embedding (`needs_head` false). Raises ModelFilesError
-    for unreadable files.
+    The list is empty if the files contain no decoder. `needs_head` is False for a critic, which needs no output
+    embedding. Raises ModelFilesError if a file cannot be read.
     """
     if not holds_decoder(info):
         return []
@@ -60,11 +60,12 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
 
 
 def lost_weights(info: ModelInfo) -> list[str]:
-    """Return a message for tensors in which all or half of the numbers are zero; reads a few pieces of each tensor.
+    """Return messages about tensors in which all or half of the numbers are zero.
 
-    A model with such tensors loads but gives wrong log-probs, for example -ln V for every token. Tensors that may be
-    zero (see `may_be_zero`), for example biases, cause no message. Many rows of the embedding and of the output head
-    may be zero too. Raises ModelFilesError for unreadable files.
+    A model with such tensors loads, but its log-probs are wrong: for example, -ln V for every token. Only a few pieces
+    of each tensor are read at first. Tensors that may be zero (see `may_be_zero`) cause no message. The embedding and
+    the output head cause a message only if all of their numbers are zero, because many of their rows may be zero.
+    Raises ModelFilesError if a file cannot be read.
     """
     all_zero, half_zero = [], []
     zero_centred = _has_zero_centred_norms(info)
@@ -97,7 +98,7 @@ def _has_zero_centred_norms(info: ModelInfo) -> bool:
 def may_be_zero(name: str, *, zero_centred: bool = False) -> bool:
     """Return whether a tensor may be zero everywhere: a bias, a buffer, or the value head of a new critic.
 
-    With `zero_centred`, a norm may be zero too, because it multiplies by 1 + weight.
+    If `zero_centred` is True, the weight of a norm may be zero too, because the norm multiplies by 1 + weight.
     """
     is_norm = zero_centred and name.endswith("norm.weight") and ".linear_attn." not in name
     return is_norm or name.endswith(("bias", *BUFFERS)) or name == VALUE_HEAD
@@ -217,7 +218,7 @@ LESS = 0.95  # minimum ratio of parameters to the size in the name; releases hav
 
 
 def lost_layer_hints(path: Path, layers: int, parameters: int, window_layers: object) -> Iterator[str]:
-    """Yield a message for each sign that layers were lost.
+    """Yield the reasons to suspect that layers of a model were lost.
 
     `window_layers` is the value of `max_window_layers` in config.json, or None if config.json has no such key.
     """

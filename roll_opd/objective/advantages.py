@@ -1,12 +1,12 @@
-"""The external part of a step's advantages, from rewards and the KL to the reference policy.
+"""The external part of a step's advantages, computed from rewards and the KL to the reference policy.
 
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})
 
 The sums Σ opd_kl_coef · reverse_kl are sums over the teachers of the sample. `external_advantages` computes A_external
-separately for each reward domain, because the rewards of two domains have no common scale. In an update,
-`objective.loss` subtracts the teachers' part. `objective.audit` computes both formulas for the log. Pure distillation
-has no external part.
+separately for each reward domain, because the rewards of two domains have no common scale. `objective.loss` subtracts
+the teachers' part during an update. `objective.audit` computes both formulas for the log. Pure distillation has no
+external part.
 """
 
 from collections import Counter
@@ -37,16 +37,24 @@ def external_advantages(
     workflow: str | None = None,
     runs: int = 1,
 ) -> list[Sample]:
-    """Fill the columns `advantages` and, with a critic, `returns`; write constants to the samples' `metrics`.
+    """Fill the column `advantages` and, with a critic, the column `returns`.
 
-    The constants are `reward_mean` and `reward_scale` of the normalisation, `token_reward_mean`, `token_reward_scale`,
-    `advantage_mean` and `advantage_scale` of the two whitenings, and `kl_coef`.
+    Excluded samples do not count in any mean, and get an empty `loss_mask`. Some estimators compare the samples of a
+    prompt with each other. If exclusions or failed runs leave only one run of a prompt, there is nothing to compare, so
+    the reward of this run is set to 0 before the whitening. Samples that the advantage function drops get an empty
+    `loss_mask` after the comparison, unless teachers train on them.
 
-    Excluded samples do not count in any mean and get an empty `loss_mask`. Some estimators compare the samples of a
-    prompt with each other. If exclusions, or runs without samples, leave only one of the `runs` of a prompt, there is
-    no comparison, and the reward of the remaining run is set to 0 before the whitening. Samples that the advantage
-    function drops get an empty `loss_mask` after the comparison, unless teachers train on them (`taught`). Raises
-    RunError if neither a reward worker nor the `workflow` has given a reward to a sample.
+    The following constants are written to the samples' `metrics`: `reward_mean` and `reward_scale` of the
+    normalisation; `token_reward_mean`, `token_reward_scale`, `advantage_mean` and `advantage_scale` of the two
+    whitenings; and `kl_coef`.
+
+    Raises RunError if a sample has a reward neither from a reward worker nor from the workflow.
+
+    Args:
+        kl_coef: KL coefficient of the step.
+        taught: whether teachers train on the samples.
+        workflow: name of the workflow, for the error message.
+        runs: number of runs per prompt.
     """
     for sample in samples:
         if not sample.excluded:
@@ -64,10 +72,10 @@ def external_advantages(
 
 
 def _reduced_to_one(samples: Sequence[Sample], objective: ObjectivePlan, runs: int) -> set[str]:
-    """Return the groups in which exclusions or failed runs have left a single run, which cannot be compared.
+    """Return the groups in which exclusions or failed runs have left a single run, so that there is nothing to compare.
 
-    If only one run of a workflow has made samples of a kind, these samples keep their rewards, since the workflow chose
-    not to compare them.
+    A workflow may make several kinds of samples. If only one run has made samples of some kind, these samples keep
+    their rewards, because the workflow chose not to compare them.
     """
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
@@ -115,12 +123,15 @@ def _normalised(samples: Sequence[Sample], uncompared: set[str], objective: Obje
 
 
 def compared_in(samples: Sequence[Sample], objective: ObjectivePlan) -> list[str]:
-    """Return the group in which each sample's reward is compared: the group of its prompt or of its tag."""
+    """Return, for each sample, the group in which its reward is compared: its tag, or the group of its prompt."""
     return [s.tag if objective.reward_groups == "tag" else s.group_id for s in samples]
 
 
 def run_numbers(samples: Sequence[Sample]) -> list[int]:
-    """Return the number of each sample's run in the batch; negative and unique for a sample without a run."""
+    """Return, for each sample, a number that identifies its run in the batch.
+
+    A sample without a run gets a negative number, which no other sample has.
+    """
     numbers: dict[tuple[str, int], int] = {}
     return [
         numbers.setdefault((s.group_id, s.run), len(numbers)) if s.run is not None else -1 - place
@@ -129,7 +140,7 @@ def run_numbers(samples: Sequence[Sample]) -> list[int]:
 
 
 def _states(samples: Sequence[Sample], reader: str) -> list[str]:
-    """Return the state before each sample's step; states of different prompts differ."""
+    """Return, for each sample, the state before its step. States of different prompts differ."""
     found = []
     for s in samples:
         if s.state is None:
@@ -142,11 +153,12 @@ def _states(samples: Sequence[Sample], reader: str) -> list[str]:
 
 
 def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
-    """Return step rewards normalised by statistics over runs, because some runs have more steps than others.
+    """Return step rewards that are normalised by statistics over runs.
 
-    A run's reward is the mean of its steps' rewards. A step's reward is centred on the run's baseline and divided by
-    the run's scale or the steps' scale, whichever is larger. The steps' scale is needed because the run's scale may be
-    0: runs may have equal rewards although their steps have very different rewards.
+    Statistics over steps would give more weight to runs with more steps. The reward of a run is therefore the mean of
+    the rewards of its steps. The reward of a step is centred on the baseline of its run. It is then divided by the
+    scale over runs or the scale over steps, whichever is larger. The scale over steps is needed because the scale over
+    runs may be 0: runs may have equal rewards although their steps have very different rewards.
     """
     assert batch.runs is not None
     steps = run_members(batch)

@@ -83,7 +83,10 @@ def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objec
 def _of_chunks(
     gap_M: np.ndarray, student_M: np.ndarray, samples: Sequence[Sample], teacher: str, objective: ObjectivePlan
 ) -> np.ndarray:
-    """Return each token's reverse KL from a teacher with another tokenizer, computed per chunk, f64 [M]."""
+    """Return each token's reverse KL from a teacher with another tokenizer, f64 [M].
+
+    The reverse KL is computed for each chunk, and credited to the tokens of the chunk.
+    """
     none = [np.full(sample.response_length, NO_CHUNK, np.int32) for sample in samples]
     chunks = [sample.columns.get(chunks_column(teacher), no) for sample, no in zip(samples, none, strict=True)]
     chunks_M = torch.from_numpy(end_to_end(chunks, np.int32))
@@ -93,17 +96,23 @@ def _of_chunks(
 
 
 def _student_logprobs(sample: Sample) -> np.ndarray:
-    """Return the student's log-probs, f32 [T-P]; 0 for a demonstration in a step without an update."""
+    """Return the student's log-probs, f32 [T-P].
+
+    The log-probs of a demonstration are 0 if the step has no update.
+    """
     if sample.demonstration and sample.old_logprobs is None:
         return np.zeros(sample.response_length, np.float32)
     return sample.student_logprobs
 
 
 def advantage_metrics(samples: Sequence[Sample], objective: ObjectivePlan) -> dict[str, float]:
-    """Return mean, max and min of `critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (per token).
+    """Return mean, max and min of `critic/rewards` and `critic/advantages`.
 
-    Excluded samples are left out. With a token-level KL, also return `critic/kl_coef` and `critic/reference_kl` (the
-    mean over samples of the mean over tokens).
+    The reward of a sample is the sum of its token rewards. Advantages are taken per token. Excluded samples are left
+    out.
+
+    With a token-level KL, `critic/kl_coef` and `critic/reference_kl` are added. `critic/reference_kl` is the mean over
+    samples of each sample's mean KL over tokens.
     """
     samples = [sample for sample in samples if not sample.excluded]
     rewards = [sample.columns["token_level_rewards"].sum() for sample in samples]

@@ -1,7 +1,10 @@
-"""The columns that losses read, computed on the driver before a mini-batch is split into shards.
+"""The columns that losses read.
 
-The names of the columns are listed in a table in `samples.sample_columns`. A rank packs the columns and computes the
-loss from them. The rank does not see teachers or rewards. Legend: T tokens of a sample, P prompt tokens.
+The driver computes the columns before a mini-batch is split into shards. A rank packs the columns and computes the loss
+from them, so it needs neither teachers nor rewards. The names of the columns are listed in a table in
+`samples.sample_columns`.
+
+Legend: T tokens of a sample, P prompt tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +21,14 @@ from roll_opd.samples.sample_columns import as_columns, chunks_column
 
 
 def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
-    """Return a mini-batch's samples for sharding, with every column of the policy loss except teacher targets.
+    """Return the samples of a mini-batch with all columns of the policy loss except teacher targets.
 
-    If the teachers' term is in the advantage (`opd_objective: sampled`), the teachers' log-probs are merged into the
-    columns `opd_coefficients` and `opd_teacher`. A teacher with another tokenizer is not merged: it has three separate
-    columns (see `_chunked_part`). If the teachers' term is in the loss, `opd_coefficients` and `opd_teacher` are 0 and
-    each teacher has a `share` column.
+    The teachers' term can be in the advantage or in the loss:
+
+    - In the advantage (`opd_objective: sampled`), the teachers' log-probs are merged into the columns
+      `opd_coefficients` and `opd_teacher`. A teacher with another tokenizer has three separate columns instead (see
+      `_chunked_part`).
+    - In the loss, `opd_coefficients` and `opd_teacher` are 0, and each teacher has a `share` column.
 
     If `weighs_rewards_alone` returns True, the advantages are multiplied by the importance weights. Raises ValueError
     if only some samples of the student have a column that the loss reads.
@@ -128,9 +133,9 @@ def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> di
 
 
 def _chunked_part(sample: Sample, teacher: str, coefficient: np.float32) -> dict[str, np.ndarray]:
-    """Return the three columns [T-P] of a teacher with another tokenizer.
+    """Return the three columns of a teacher with another tokenizer, [T-P] each.
 
-    A sample that the teacher does not score gets the same columns without chunks.
+    A sample that the teacher does not score gets these columns too, but without chunks.
     """
     chunks = sample.columns.get(chunks_column(teacher), np.full(sample.response_length, NO_CHUNK, np.int32))
     credited = chunks != NO_CHUNK
@@ -151,7 +156,7 @@ def _advantages(sample: Sample) -> np.ndarray:
 def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[str, np.ndarray]:
     """Return the columns that only some objectives use.
 
-    `is_scored` is True if all samples of the mini-batch have a reward.
+    `is_scored` is True if every sample of the mini-batch has a reward, is excluded, or is a demonstration.
     """
     reward = (0.0 if sample.excluded else sample.reward) if is_scored else None
     return as_columns(
@@ -163,7 +168,10 @@ def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[
 
 
 def _common_names(samples: Sequence[Sample], optional: Sequence[dict[str, np.ndarray]]) -> list[str]:
-    """Return the names of the optional columns that all samples except demonstrations have."""
+    """Return the names of the optional columns of the student's samples.
+
+    Raises ValueError if only some of these samples have a column. Demonstrations may lack it.
+    """
     sampled = [arrays for s, arrays in zip(samples, optional, strict=True) if not s.demonstration]
     names = list(dict.fromkeys(name for arrays in sampled for name in arrays))
     for name in names:
@@ -191,7 +199,10 @@ def _sample_weights(samples: Sequence[Sample], objective: ObjectivePlan) -> list
 
 
 def _importance_weights(sample: Sample, weight: float | None) -> np.ndarray | None:
-    """Return token weights of the policy loss, f32 [T-P]: the correction's weights times the sample's weight."""
+    """Return the token weights of the policy loss, f32 [T-P].
+
+    A token weight is the importance weight of the correction times the weight of the sample.
+    """
     corrected = sample.importance_weights
     if weight is None:
         return corrected

@@ -1,4 +1,4 @@
-"""Make samples from rows with answers: for SFT, for DPO, and as demonstrations mixed with a step's student samples.
+"""Make samples from rows with answers. They are used for SFT, for DPO, and as demonstrations in a step of the student.
 
 The student does not sample these answers. Demonstrations have neither rewards nor log-probs from frozen models.
 """
@@ -27,7 +27,7 @@ def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]
 def demonstration_samples(rows: Sequence[Prompt], first_draw: int) -> list[Sample]:
     """Return a sample for each row.
 
-    The ids of the samples are numbered from `first_draw`, the number of rows that were drawn before.
+    The ids of the samples contain consecutive numbers. The first is `first_draw`, the number of rows drawn before.
     """
     return [_demonstration(row, f"{row.id}#demonstration{draw}") for draw, row in enumerate(rows, first_draw)]
 
@@ -46,7 +46,8 @@ def _answered(prompt: np.ndarray, answer: np.ndarray, **fields: Any) -> Sample:
 def mixed(sampled: Sequence[Sample], demonstrations: Sequence[Sample], updates: int) -> list[Sample]:
     """Return student samples and demonstrations in one list.
 
-    The list consists of `updates` mini-batches, which all have the same numbers of student samples and demonstrations.
+    The list consists of `updates` mini-batches. Each mini-batch has the same number of student samples and the same
+    number of demonstrations.
     """
     both: list[Sample] = []
     for update in range(updates):

@@ -1,4 +1,4 @@
-"""Select the samples and groups of a step: filters by reward, rejection sampling, masks of whole samples."""
+"""Select the samples and groups that a step trains on: filters by reward, rejection sampling, and masks of samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,16 +13,18 @@ MASKED = "masked_by"  # prefix of keys in a sample's `metrics`: one key per mask
 
 
 def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True, runs: int = 0) -> GroupFilter | None:
-    """Return the filter of groups; None if all groups pass.
+    """Return the filter of groups, or None if all groups pass.
 
-    The `query_filter` of a domain tests the rewards of a group together. The `response_filter` tests each reward. If
-    the advantages compare the samples of a group (`compared`), every sample must pass the `response_filter`. Otherwise
-    at least one sample must pass, and `without_rejected` masks the samples that fail. A group without rewards passes. A
-    workflow may make several kinds of samples for a prompt, with a `group_id` for each kind. Such a group passes if at
-    least one of its kinds passes.
+    - The `query_filter` of a domain tests the rewards of a group together.
+    - The `response_filter` of a domain tests each reward. If the advantages compare the samples of a group
+      (`compared`), every sample must pass. Otherwise one sample that passes is enough, and `without_rejected` masks the
+      others.
+    - A group without rewards passes.
+    - A group fails if the reward of one of its samples failed and the domain of this sample has `on_error: replace`.
+    - A group fails if its samples come from fewer than `runs` runs.
 
-    A group fails if the reward of one of its samples failed and the domain of this sample has `on_error: replace`. A
-    group also fails if its samples come from fewer than `runs` runs.
+    A workflow may make several kinds of samples for a prompt, each kind with its own `group_id`. The rewards of each
+    kind are then tested separately, and one kind that passes is enough.
     """
     replaced = {reward.domain for reward in rewards if reward.on_error == "replace"}
     filters = {reward.domain: (reward.query_filter, reward.response_filter) for reward in rewards}
@@ -49,7 +51,10 @@ def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True, runs: 
 
 
 def without_rejected(samples: Sequence[Sample], rewards: Sequence[RewardPlan]) -> list[Sample]:
-    """Rejection sampling: empty the `loss_mask` of samples that the `response_filter` of their domain rejects."""
+    """Return the samples after rejection sampling.
+
+    A sample that the `response_filter` of its domain rejects gets an empty `loss_mask`.
+    """
     filters = {reward.domain: reward.response_filter for reward in rewards}
     return [
         sample
@@ -64,10 +69,11 @@ def _passes(filter_: FilterPlan | None, rewards: Sequence[float]) -> bool:
 
 
 def masked(samples: Sequence[Sample], objective: ObjectivePlan, sampling: SamplingPlan) -> list[Sample]:
-    """Empty the `loss_mask` of samples that a sample mask rejects; their rewards still count in the group's mean.
+    """Return the samples after the sample masks.
 
-    If the reward of a sample failed, masks treat the sample as if it had no reward. The mask by difficulty needs
-    several responses per prompt.
+    A sample that a mask rejects gets an empty `loss_mask`, but its reward still counts in the mean of its group. If the
+    reward of a sample failed, the masks treat the sample as a sample without a reward. The mask by difficulty has no
+    effect with one response per prompt.
     """
     lengths = [sample.action_tokens for sample in samples]
     rewards = [None if sample.excluded else sample.reward for sample in samples]
@@ -88,9 +94,10 @@ def masked(samples: Sequence[Sample], objective: ObjectivePlan, sampling: Sampli
 
 
 def masked_by(sample: Sample, masks: Mapping[str, bool]) -> Sample:
-    """Record which masks (by name) reject a sample; empty its `loss_mask` if any does.
+    """Return the sample with a record of the masks that reject it.
 
-    The record is the source of `mask_metrics`.
+    `masks` maps the name of each mask to whether the mask rejects the sample. If any mask does, the `loss_mask` of the
+    sample becomes empty. `mask_metrics` reads the record.
     """
     metrics = {**sample.metrics, **{f"{MASKED}_{name}": float(value) for name, value in masks.items()}}
     noted = changed(sample, metrics=metrics)

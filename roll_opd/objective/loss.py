@@ -4,17 +4,19 @@
     A_t          = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ_teachers opd_kl_coef · reverse_kl_{t+k})
     loss         = rl_loss_coef · Σ_t weight_t · (policy_loss(logprobs_t, old_logprobs_t, A_t) + kl_loss_coef · KL_t)
 
-In pure distillation A_external is 0. In this case, with the policy loss `importance_sampling`, the gradient of the loss
-is the gradient of Σ weight · opd_kl_coef · KL(student || teacher). The weights of a mini-batch's tokens sum to 1 with
-`token-mean`.
+In pure distillation A_external is 0. With the policy loss `importance_sampling`, the gradient of the loss is then the
+gradient of Σ weight · opd_kl_coef · KL(student || teacher). With `token-mean`, the weights of a mini-batch's tokens sum
+to 1. The sum over k is a sum over action tokens (`returns.discounted_to_go`).
 
-With several teachers the penalty of a token is the sum over the teachers of its sample,
-Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token needs two columns for any number of teachers. The sum
-over k is over action tokens (`returns.discounted_to_go`).
+With several teachers, the penalty of a token is the sum over the teachers of its sample:
 
-A teacher with another tokenizer may have a reverse KL per chunk instead of per token; `algorithms.chunk_credit` defines
-how the tokens of a chunk are credited. The sum over the tokens of a chunk is computed in this module, from the
-log-probs of the update, as are all other terms.
+    Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i
+
+Two columns, Σ coef_i and Σ coef_i · q_i, are therefore enough for any number of teachers.
+
+A teacher with another tokenizer may have a reverse KL per chunk instead of per token. `algorithms.chunk_credit` defines
+how the tokens of a chunk are credited. The sum over the tokens of a chunk is computed in this module from the log-probs
+of the update, like all other terms.
 
 Legend: M scored tokens of a pack, B sequences.
 """
@@ -47,9 +49,10 @@ def opd_loss(
     arguments: Mapping[str, Any],
     step: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a pack's contribution to the loss, f32 [], and the pack's sums for metrics (see `MegatronTrainer.update`).
+    """Return (loss, sums): a pack's contribution to the loss, f32 [], and the pack's sums for metrics.
 
-    If a log-prob or advantage is not finite, the loss is NaN and the update is skipped.
+    `MegatronTrainer.update` explains the sums. If a log-prob or an advantage is not finite, the loss is NaN, and the
+    update is skipped.
 
     Args:
         logprobs_M: current log-probs, with a gradient.
@@ -111,7 +114,9 @@ def opd_loss(
 
 
 def opd_penalty(student_M: Tensor, coefficients_M: Tensor, weighted_teacher_M: Tensor) -> Tensor:
-    """Return Σ coef · reverse_kl, f32 [M]; `student_M` is ignored where the coefficient is 0.
+    """Return Σ coef · reverse_kl, f32 [M].
+
+    Where the coefficient is 0, `student_M` is ignored.
 
     Args:
         student_M: student log-probs, f32.
@@ -135,7 +140,10 @@ def _finite(batch: LossBatch) -> Tensor:
 
 
 def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
-    """Return the weighted KL loss relative to the reference policy; without a KL loss, loss and gradient are 0."""
+    """Return the weighted KL loss relative to the reference policy.
+
+    Without log-probs of the reference policy, the loss and its gradient are 0.
+    """
     logprobs_M = batch.action_logprobs_M
     reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
     others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]

@@ -1,4 +1,4 @@
-"""The mismatch of training and inference log-probs in a step: metrics, correction, refusal of stale samples."""
+"""Compare the log-probs of the training and the inference engine: metrics, correction, and check of stale samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,7 +27,10 @@ _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference"
 
 
 def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
-    """Return log-probs (f64) of the training and inference engine, concatenated over samples with `old_logprobs`."""
+    """Return the log-probs of the training engine and of the inference engine, f64.
+
+    They are concatenated over the samples that have `old_logprobs`.
+    """
     computed = [sample for sample in samples if sample.old_logprobs is not None]
     return Mismatch(
         _joined([present(s.old_logprobs) for s in computed], np.float64),
@@ -38,10 +41,10 @@ def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
 
 
 def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
-    """Set the columns `loss_mask` and `importance_weights` from `old_logprobs`, which all samples must have.
+    """Return the samples with `loss_mask` and `importance_weights`, computed from `old_logprobs`.
 
-    Every rule reads all action tokens, including tokens that another rule masks. A token without finite log-probs stays
-    in the loss with a weight of NaN, so that the error becomes visible.
+    All samples must have `old_logprobs`. Every rule reads all action tokens, including tokens that another rule masks.
+    A token without finite log-probs stays in the loss with the weight NaN, so that the error becomes visible.
     """
     plan = objective.correction
     assert plan is not None
@@ -64,19 +67,22 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
 
 
 def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_age: int = 0) -> None:
-    """Raise RunError for samples drawn with other weights if their importance ratio would silently be taken as 1.
+    """Raise RunError for samples that were drawn with other weights and are not corrected for this.
 
-    The loss compares current log-probs with old log-probs. The old log-probs are computed with the step's first
-    weights. If a sample has no old log-probs, the loss uses the current log-probs in their place. The ratio therefore
-    never corrects for samples that were drawn with weights of an earlier step. Such samples need the importance weights
-    of a correction. A sample without a reward in its advantage is allowed with generation ahead of training (`max_age`
-    above 0), because the teachers' part of an advantage is computed from current log-probs.
+    The loss compares current log-probs with old log-probs. The old log-probs are computed with the weights at the
+    beginning of the step, not with the weights that drew the sample. The ratio of the two therefore does not correct
+    for a sample that was drawn with weights of an earlier step: such a sample needs importance weights of a correction.
+    There is one exception: if generation runs ahead of training, a sample without a reward in its advantage is allowed,
+    because the teachers' part of an advantage is computed from current log-probs.
+
+    If a sample has no old log-probs, the loss uses the current log-probs in their place, so the ratio is 1. This is an
+    error after the first update of a step.
 
     Args:
         samples: the samples of a mini-batch.
         version: version of the weights at the beginning of the step.
         updates: number of earlier updates in the step.
-        max_age: upper bound of a token's age, in versions, with generation ahead of training.
+        max_age: largest age of a token, in versions; above 0 if generation runs ahead of training.
     """
     sampled = [s for s in samples if s.rollout_logprobs is not None and not s.demonstration and s.learned_tokens]
     others = [s for s in sampled if s.importance_weights is None and sampling_versions(s.versions) != {version}]
@@ -99,7 +105,7 @@ def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_a
 
 
 def _check_ages(samples: Sequence[Sample], version: int, max_age: int) -> None:
-    """Raise RunError for a token that is older than `max_age`, or of unknown age."""
+    """Raise RunError if a token is older than `max_age`, is newer than `version`, or has no known age."""
     for sample in samples:
         known = sampling_versions(sample.versions)
         if not known or version - min(known) > max_age or max(known) > version:
@@ -112,7 +118,10 @@ def _check_ages(samples: Sequence[Sample], version: int, max_age: int) -> None:
 
 
 def train_infer_metrics(samples: Sequence[Sample], correction: CorrectionPlan | None = None) -> dict[str, float]:
-    """Return `rollout/mismatch/*` (see `mismatch_metrics`), and `rollout/correction/*` of corrected samples."""
+    """Return the metrics `rollout/mismatch/*` (see `mismatch_metrics`).
+
+    Corrected samples also have the metrics `rollout/correction/*`.
+    """
     return {
         **{f"rollout/mismatch/{name}": value for name, value in mismatch_metrics(mismatch_of(samples)).items()},
         **_correction_metrics([s for s in samples if s.importance_weights is not None], correction),
@@ -120,11 +129,12 @@ def train_infer_metrics(samples: Sequence[Sample], correction: CorrectionPlan | 
 
 
 def _correction_metrics(samples: Sequence[Sample], plan: CorrectionPlan | None) -> dict[str, float]:
-    """Return the fraction of action tokens that are masked, and metrics of the importance weights.
+    """Return the metrics of the correction.
 
-    `weight_mean` is a mean over the tokens that are not masked. `ess` is the effective sample size as a fraction of all
-    action tokens; a masked token has the weight 0. `clipped_rate` is the fraction of action tokens whose weight differs
-    from their importance ratio.
+    - `masked_rate`: fraction of action tokens that are masked.
+    - `clipped_rate`: fraction of action tokens whose weight differs from their importance ratio.
+    - `weight_mean`: mean weight of the tokens that are not masked.
+    - `ess`: effective sample size as a fraction of all action tokens. A masked token has the weight 0.
     """
     acted = sum(s.action_tokens for s in samples)
     kept = np.concatenate([np.zeros(0), *[present(s.importance_weights)[s.loss_mask] for s in samples]])

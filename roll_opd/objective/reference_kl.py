@@ -21,10 +21,10 @@ def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
 
 
 def kl_coefs(samples: Sequence[Sample], objective: ObjectivePlan, kl_coef: float | None = None) -> list[float]:
-    """Return the KL coefficients of the reward domains (in the order of `by_domain`) and of the next step.
+    """Return the KL coefficient of each reward domain, in the order of `by_domain`, and then that of the next step.
 
-    With a `target_kl`, the coefficient is adapted once per domain: the mean KL of the samples of a domain changes the
-    coefficient of the next domain or, after the last domain, of the next step, as in ROLL.
+    With a `target_kl`, the coefficient is adapted after each domain, from the mean KL of the domain's samples. The
+    result is used for the next domain; after the last domain, it is used for the next step. ROLL does the same.
     """
     found = [objective.init_kl_coef if kl_coef is None else kl_coef]
     for members in by_domain(samples):
@@ -42,7 +42,7 @@ def kl_coefs(samples: Sequence[Sample], objective: ObjectivePlan, kl_coef: float
 
 
 def by_domain(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the sample numbers of each reward domain, in the order in which the domains first appear."""
+    """Return the indices of the samples of each reward domain. Domains are in the order in which they first appear."""
     members: dict[str, list[int]] = {}
     for number, sample in enumerate(samples):
         members.setdefault(sample.domain, []).append(number)
@@ -50,7 +50,7 @@ def by_domain(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def reference_kl_mean(samples: Sequence[Sample], objective: ObjectivePlan) -> float:
-    """Return the mean over samples of each sample's mean over tokens; NaN if no sample has an action token."""
+    """Return the mean over samples of each sample's mean KL over tokens, or NaN if no sample has an action token."""
     acted = [s for s in samples if s.action_mask.any()]
     means = [reference_kl(s, objective.kl_penalty).sum() / s.action_mask.sum() for s in acted]
     return float(np.mean(means)) if means else math.nan

@@ -1,4 +1,4 @@
-"""The settings table of the model card: settings of each part of a run, except settings of the machine."""
+"""The settings table of the model card. It has the settings of each part of a run, but no settings of the machine."""
 
 import re
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ MAX_ROWS = 60
 
 
 def settings_table(parts: Sequence[RunPart]) -> str:
-    """Return the table of settings as Markdown, or "" if it would have no rows.
+    """Return the table of settings as Markdown, or "" if the table would have no rows.
 
-    The table has a column for each part of the run. It has a row for each setting in `ALWAYS` and for each setting that
-    changed.
+    The table has a column for each part of the run. It has a row for each setting in `ALWAYS`, and for each setting
+    that changed between two parts.
     """
     parts = [part if part.settings is None else replace(part, settings=as_written(part.settings)) for part in parts]
     known = [part.settings for part in parts if part.settings is not None]
@@ -60,10 +60,10 @@ def steps_text(first: int, last: int | None) -> str:
 
 
 def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:
-    """Return the keys in `before` and `now` for a key of a change.
+    """Return the keys of the settings that a key of a change stands for.
 
-    A change that is equal in several sections is stored under the last part of their keys. In this case, the result has
-    all keys that end in this part.
+    If a setting changes in the same way in several sections, the change is stored once, under the last part of the key.
+    In this case, all keys in `before` and `now` that end in this part are returned.
     """
     if key in before or key in now:
         return [key]
@@ -78,7 +78,7 @@ def _row(key: str, parts: Sequence[RunPart]) -> str | None:
 
 
 def _cell(key: str, value: Any) -> str:
-    """Return the publishable text of a value. The text is empty for private and missing values."""
+    """Return a value as text for the model card. Private and missing values give an empty text."""
     model = key.endswith("model_name_or_path")
     if value is None or (PRIVATE.fullmatch(key) and not model and CONTENT not in key):
         return ""
@@ -87,7 +87,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def public(value: Any) -> str:
-    """Return the publishable text of a value.
+    """Return a value as text that may be published.
 
     A path is replaced by its hub name or by its last part. An address is replaced by a placeholder.
     """

@@ -1,4 +1,7 @@
-"""Checkpoints of a run: write to a partial directory, rename when complete, find, check and remove checkpoints."""
+"""Write, find, check and remove the checkpoints of a run.
+
+A checkpoint is written to a partial directory, which is renamed once the checkpoint is complete.
+"""
 
 import asyncio
 import json
@@ -33,7 +36,10 @@ _PARTIAL = ".partial_"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or found; the error names the newest valid checkpoint and a remedy."""
+    """A checkpoint could not be written or found.
+
+    The error names the newest valid checkpoint and a remedy.
+    """
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,12 @@ class Checkpoints:
         began: datetime | None = None,
         history: History | None = None,
     ) -> None:
-        """`began` is the start time of the run, `history` the settings of its steps; each checkpoint saves both."""
+        """Remove the partial checkpoints that a killed process has left.
+
+        Args:
+            began: start time of the run; saved in each checkpoint.
+            history: settings of the run's steps; saved in each checkpoint.
+        """
         self._run, self._plan, self._last_step, self._began = run, plan, last_step, began
         self._history = history
         self._pending: _Pending | None = None
@@ -124,7 +135,7 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
     def newest(self) -> tuple[int, Path] | None:
-        """Return step and path of the newest complete checkpoint, or None if no checkpoint is complete."""
+        """Return (step, path) of the newest complete checkpoint, or None if no checkpoint is complete."""
         found = complete(self._run.path)[:1]
         return (int(found[0].name.removeprefix("step_")), found[0]) if found else None
 
@@ -141,10 +152,16 @@ class Checkpoints:
         kl_coef: float | None = None,
         groups: "Sequence[FinishedGroup]" = (),
     ) -> None:
-        """Complete an earlier partial checkpoint, then write a new checkpoint (in the background with `async_save`).
+        """Write a checkpoint after `step`. An earlier partial checkpoint is completed first.
 
-        `groups` are the finished groups that no batch has used yet. After a disk error, this method or a later `commit`
+        With `async_save`, the files are written in the background. After a disk error, this method or a later `commit`
         raises CheckpointError.
+
+        Args:
+            save: function that saves the models into a directory.
+            source_state: state of the prompt source.
+            kl_coef: KL coefficient of the next step.
+            groups: finished groups that no batch has used yet.
         """
         from roll_opd.rollout.finished_groups import write_groups  # imports torch
 
@@ -167,15 +184,18 @@ class Checkpoints:
             await self._end(self._pending, wait=True)
 
     def mark_logged(self, model_card: str | None = None) -> None:
-        """Record that the step of the partial checkpoint is in the logs, so that `commit` may make it valid."""
+        """Record that the step of the partial checkpoint is in the logs.
+
+        `commit` may then make the checkpoint valid.
+        """
         if self._pending:
             self._pending.is_logged, self._pending.model_card = True, model_card
 
     async def commit(self, *, wait: bool) -> None:
         """Make the partial checkpoint valid if its step is logged and its files are on the disk.
 
-        If `wait` is set, this method waits until the files have been written. Once the checkpoint is valid, it removes
-        the oldest checkpoints, so that `max_ckpt_to_keep` remain.
+        If `wait` is True, this method first waits until the files have been written. After the checkpoint has become
+        valid, the oldest checkpoints are removed, so that `max_ckpt_to_keep` checkpoints remain.
         """
         pending = self._pending
         if pending is None or not pending.is_logged:
@@ -198,10 +218,10 @@ class Checkpoints:
                 self._remove(old)
 
     async def _end(self, pending: _Pending, *, wait: bool) -> None:
-        """Flush the files of the checkpoint to the disk.
+        """Flush the files of a partial checkpoint to the disk.
 
-        If `wait` is set, wait until the ranks have written all files. Otherwise, do nothing if some files have not been
-        written yet.
+        If `wait` is True, this method first waits until the ranks have written all files. If `wait` is False and some
+        files have not been written yet, it does nothing.
         """
         with self._failing(pending.step):
             files = await pending.writing.files(wait=wait) if pending.writing else []
@@ -214,7 +234,8 @@ class Checkpoints:
     def _failing(self, step: int) -> Iterator[None]:
         """Remove the partial checkpoint of `step` if the block raises an error.
 
-        A disk error is raised as a CheckpointError.
+        The error is raised as a CheckpointError, except for a TypeError, AttributeError or NameError, which is an error
+        of the pipeline and not of the disk.
         """
         try:
             yield
@@ -231,8 +252,8 @@ class Checkpoints:
     def _remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint.
 
-        The checkpoint is renamed first. If the process is killed during the removal, no incomplete checkpoint remains
-        under the original name.
+        The directory is renamed before its files are removed. If the process is killed in the meantime, no incomplete
+        checkpoint remains under the original name.
         """
         if checkpoint.exists():
             doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # the next checkpoint may be in progress
@@ -258,7 +279,7 @@ def complete(run: Path) -> list[Path]:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Return advice for an error: the checkpoint from which to resume instead of the damaged `checkpoint`."""
+    """Return advice for the error about a damaged checkpoint: the checkpoint from which to resume instead."""
     path = checkpoint.resolve()
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
     earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
@@ -270,9 +291,10 @@ def instead_of(checkpoint: Path) -> str:
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None for a new run.
 
-    If `plan.resume` is True, runs without a checkpoint are skipped, and the newest checkpoint of the newest other run
-    is returned. If `plan.resume` is a path, it names the directory of an experiment, a run or a checkpoint.
-    Raises CheckpointError if a named checkpoint does not exist or is superseded.
+    If `plan.resume` is True, the newest checkpoint of the newest run that has a checkpoint is returned. If
+    `plan.resume` is a path, it names the directory of an experiment, of a run or of a checkpoint.
+
+    Raises CheckpointError if the named checkpoint does not exist or was superseded.
     """
     if plan.resume is False:
         return None
@@ -291,7 +313,7 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
 
 
 def _facts(run: Path) -> dict[str, Any]:
-    """Return the facts (run.json) of the run in a directory; empty if they cannot be read."""
+    """Return the content of run.json in the directory of a run, or an empty map if the file cannot be read."""
     try:
         facts = json.loads((run / RUN_FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -328,7 +350,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _flush(directory: Path) -> None:
-    """Flush all files below `directory` to the disk, so that a later rename is not visible before the contents."""
+    """Flush all files below `directory` to the disk.
+
+    Without the flush, a rename of the directory could reach the disk before the contents of its files.
+    """
     for root, _, files in os.walk(directory):
         for name in files:
             with open(Path(root) / name, "rb") as file:
@@ -347,7 +372,7 @@ def _flush_directory(directory: Path) -> None:
 def damage(checkpoint: Path) -> str | None:
     """Return the first defect of a checkpoint as text, or None if all parts of the checkpoint can be loaded.
 
-    Raises OSError if the file system fails, which may be temporary.
+    Raises OSError if the file system fails. Such a failure may be temporary.
     """
     return next(chain(_of_groups(checkpoint), _of_states(checkpoint), _of_models(checkpoint)), None)
 

@@ -55,7 +55,10 @@ async def train(run: Run, workers: RunWorkers) -> None:
 
 
 async def _with_reference(rows: Sequence[Prompt], reference: TeacherScorer) -> list[Sample]:
-    """Return two samples for each row, chosen and rejected, with the reference policy's log-probs."""
+    """Return two samples for each row: the chosen answer, then the rejected answer.
+
+    The samples have the log-probs of the reference policy.
+    """
     samples = supervised_samples((row.tokens, row.answers) for row in rows)
     answers = await reference.score([(sample.tokens, sample.prompt_length) for sample in samples], temperature=1.0)
     return with_columns(samples, ref_logprobs=[answer.logprobs for answer in answers])
@@ -70,7 +73,11 @@ async def _validate(student: Student, samples: Sequence[Sample], plan: RunPlan) 
 def _preferences(
     samples: Sequence[Sample], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return means over pairs, keyed by `names`: accuracy, margin, reward of the chosen and of the rejected answer."""
+    """Return the metrics of pairs of answers, each as a mean over the pairs.
+
+    `names` are the names of four metrics: accuracy, margin, reward of the chosen answer, and reward of the rejected
+    answer.
+    """
     beta = float({**POLICY_LOSSES.defaults("dpo"), **plan.objective.policy_loss_args}["beta"])
     gaps = [
         (student - present(sample.ref_logprobs)).sum(dtype=np.float64)

@@ -1,6 +1,7 @@
-"""The settings of a run across its resumes. A part is a range of consecutive steps with the same settings.
+"""The settings of a run, including all of its resumes.
 
-Every checkpoint stores the parts, so that they are known even if a run resumes from a checkpoint that was moved.
+A part is a range of consecutive steps with the same settings. Every checkpoint stores the parts, so that they are known
+even if a run resumes from a checkpoint that was moved.
 """
 
 import re
@@ -90,7 +91,10 @@ class History:
         return [asdict(part) for part in self.up_to(step)]
 
     def as_facts(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Return each part's first and last step, and its changes from the previous part (None if unknown)."""
+        """Return the first and last step of each part, and its changes from the previous part.
+
+        The changes are None if the settings of one of the two parts are unknown.
+        """
         found: list[dict[str, Any]] = []
         parts = self.parts if step is None else self.up_to(step)
         for before, part in zip((None, *parts), parts, strict=False):
@@ -104,7 +108,7 @@ class History:
 
     @property
     def line(self) -> str:
-        """Return a line for the console with the changed settings of a resumed run; empty for a new run."""
+        """Return the console line about the changed settings of a resumed run, or "" for a new run."""
         step = self.resumed_after
         if step is None:
             return ""
@@ -124,7 +128,7 @@ def begun(plan: RunPlan) -> History:
 
 
 def continued(parts: Sequence[RunPart], plan: RunPlan, step: int) -> History:
-    """Return the history of a run that resumes after `step`, with a new part if any setting changed."""
+    """Return the history of a run that resumes after `step`. If any setting has changed, the history has a new part."""
     settings, known = settings_of(plan), parts[-1].settings
     changes = {} if known is None else differences(known, settings)
     if known is not None and not changes:
@@ -163,7 +167,7 @@ def read_settings(run: Path, like: RunPlan) -> Settings | None:
 
 
 def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
-    """Return errors for changed settings that prevent loading the optimizer state in `checkpoint`."""
+    """Return an error for each changed setting with which the optimizer state in `checkpoint` cannot be loaded."""
     now, problems = settings.parts[-1].settings or {}, []
     for key, (before, after) in settings.changes.items():
         section = key.removesuffix(f".{DISTRIBUTED_OPTIMIZER}").removesuffix(".model_args.dtype")
@@ -180,9 +184,9 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
 
 
 def differences(before: Settings, now: Settings) -> Changes:
-    """Return the changed settings.
+    """Return the settings that differ between `before` and `now`.
 
-    Sections that were renamed have their names in `now`. Settings that follow from another change are omitted.
+    If a section was renamed, its name in `now` is used. A change that is derived from another change is left out.
     """
     before, now = renamed(as_written(before), now), as_written(now)
     found: Changes = {
@@ -204,7 +208,10 @@ def differences(before: Settings, now: Settings) -> Changes:
 
 
 def changed_samples(changes: Changes, frozen: Sequence[str]) -> str | None:
-    """Return the first changed key that affects samples, or the log-probs of the roles in `frozen`, else None."""
+    """Return the first changed key that affects samples or the log-probs of frozen roles, or None if there is none.
+
+    `frozen` are the names of the frozen roles.
+    """
     for key in changes:
         section, _, rest = key.partition(".")
         if section == "validation":
@@ -228,10 +235,10 @@ def _follows(key: str, found: Changes) -> bool:
 
 
 def renamed(before: Settings, now: Settings) -> Settings:
-    """Return `before` with the section names of `now`.
+    """Return the settings `before` with the section names that `now` uses.
 
-    The sections of the student and of its engines have several possible names. They are renamed to the names that `now`
-    uses.
+    The section of the student and the section of its engines have several possible names, so their names may differ
+    between two configurations.
     """
     names = {}
     for same in (STUDENTS, SAMPLERS):
@@ -242,7 +249,7 @@ def renamed(before: Settings, now: Settings) -> Settings:
 
 
 def _whole_sections(found: Changes, before: Settings, now: Settings) -> Changes:
-    """Return the changes, with a single entry for a large section that was added or removed."""
+    """Return the changes with a single entry for each large section that was added or removed."""
     whole: dict[str, tuple[Any, Any]] = {}
     keys = Counter(key.partition(".")[0] for key in found if "." in key)
     for section in (name for name, count in keys.items() if count > FEW):
@@ -266,7 +273,10 @@ def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as spelled in the configuration, in one line, cut to `LONGEST` characters."""
+    """Return a value as the text that a configuration has, in one line of at most `LONGEST` characters.
+
+    If the text is longer, its end is kept.
+    """
     if value is None or isinstance(value, bool):
         text = {None: "none", True: "true", False: "false"}[value]
     elif isinstance(value, float):

@@ -1,6 +1,7 @@
-"""The model card (README.md) of a trained model: origin, data, objective, results, loading and an example prompt.
+"""The model card (README.md) of a trained model.
 
-The card begins with the YAML front matter for model hubs.
+The card begins with the YAML front matter for model hubs. It then describes the origin of the model, its data,
+objective and results, and shows how to load the model and prompt it.
 """
 
 import itertools
@@ -27,9 +28,13 @@ from roll_opd.tracking.summary import versions
 
 
 def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[RunPart] = ()) -> str:
-    """Return the card of `plan`'s student after `step`, with the results from a `summary.json`.
+    """Return the card of the student after `step`.
 
-    `parts` are the parts of the run with their settings. Paths, hosts and environment variables are omitted.
+    Paths, hosts and environment variables are left out.
+
+    Args:
+        summary: content of `summary.json`, with the results.
+        parts: parts of the run with their settings.
     """
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
     span = steps_text(parts[-1].first, step) if len(parts) > 1 else ""
@@ -51,7 +56,7 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
 
 
 def _metadata(plan: RunPlan) -> dict[str, Any]:
-    """Return the YAML front matter for model hubs, without facts that are unknown."""
+    """Return the YAML front matter for model hubs. Unknown facts are left out."""
     tags = ["roll_opd"]
     if plan.teachers:
         tags += ["on-policy-distillation", "knowledge-distillation"]
@@ -99,9 +104,9 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
 
 
 def _rewards(plan: RunPlan) -> dict[str, str]:
-    """Return the workflow, if there is one, and the rewards.
+    """Return the rows of the card about the workflow and the rewards.
 
-    The rewards come from the environment, the workflow or the configuration.
+    The row of a reward names its source: the environment, the workflow or the configuration.
     """
     purpose = " (measured, not trained on)" if plan.rewards_are_monitored else ""
     if plan.is_agentic:
@@ -170,14 +175,17 @@ ROWS_TRIED = 20
 
 
 def example_prompt(plan: RunPlan) -> str:
-    """Return the user text of the first held-out row, else of the first training row, else `NEUTRAL`."""
+    """Return an example prompt for the card: the user text of the first held-out row, if there is one.
+
+    Otherwise the user text of the first training row is returned, or `NEUTRAL` if no row can be read.
+    """
     held_out = [plan.validation.data] if plan.validation else []
     key = plan.workflow.prompt_key if plan.workflow else "prompt"
     return next((text for data in (*held_out, plan.data) for text in _texts(data, key)), NEUTRAL)
 
 
 def _texts(data: DataPlan, key: str) -> Iterator[str]:
-    """Yield the user texts of the first rows of a data set; nothing for a file that cannot be read."""
+    """Yield the user texts of the first rows of a data set. A file that cannot be read gives no texts."""
     if data.schema == "scored":  # teacher files have tokens instead of text
         return
     try:

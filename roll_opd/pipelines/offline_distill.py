@@ -1,8 +1,10 @@
-"""Distillation from teacher files, which have answers and teacher scores; the student's log-probs are computed.
+"""Distillation from teacher files, which contain answers and the teacher's scores of these answers.
 
-topk      loss = Σ weight · (opd_kl_coef · divergence over the teacher's top-k + sft_loss_coef · -log p(token))
-sampled   reverse KL on answers that the student sampled before (Lightning-OPD, arXiv 2604.13010): the teacher's
-          log-probs are fixed, the student's log-probs come from its current weights
+The student's log-probs of the answers are computed during training. There are two objectives:
+
+    topk      loss = Σ weight · (opd_kl_coef · divergence over the teacher's top-k + sft_loss_coef · -log p(token))
+    sampled   reverse KL on answers that the student sampled before (Lightning-OPD, arXiv 2604.13010): the teacher's
+              log-probs are fixed, the student's log-probs come from its current weights
 """
 
 from collections.abc import Sequence
@@ -55,7 +57,10 @@ async def train(run: Run, workers: RunWorkers) -> None:
 
 
 async def _validate(student: Student, samples: Sequence[Sample], teacher: str) -> dict[str, float]:
-    """Return perplexity and mean -log p of held-out answers, and the mean log-ratio to the teacher's log-probs."""
+    """Return the mean -log p of held-out answers and their perplexity.
+
+    If the answers have the teacher's log-probs, also return the mean log-ratio of student and teacher.
+    """
     logprobs = await student.compute_logprobs(samples)
     own = np.concatenate([sample.acted(values) for sample, values in zip(samples, logprobs, strict=True)])
     loss = -float(own.mean(dtype=np.float64))
@@ -67,7 +72,7 @@ async def _validate(student: Student, samples: Sequence[Sample], teacher: str) -
 
 
 async def _check(run: Run, student: Student) -> None:
-    """Report the checks of the first rows.
+    """Check the first rows of the teacher files, and report the results.
 
     Raises RunError if a check fails, unless `teacher_preflight` is `warn`.
     """

@@ -27,7 +27,10 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
 
 
 def cached(path: str, kind: str) -> str | None:
-    """Return the hub name of a path in the hub's cache, else None. `kind` is models or datasets."""
+    """Return the hub name of a path in the hub's cache, or None for any other path.
+
+    `kind` is "models" or "datasets".
+    """
     found = CACHED.search(path)
     return f"{found[2]}/{found[3]}" if found and found[1] == kind else None
 
@@ -43,7 +46,10 @@ def base_model(model: Path) -> str | None:
 
 
 def licence(model: Path) -> dict[str, Any]:
-    """Return licence and languages from a model's card; without a card, the licence from the licence file."""
+    """Return the licence and the languages of a model, read from its card.
+
+    If the card has no valid licence, the licence is read from the licence file of the model.
+    """
     card, found = _card(model), {}
     name = card.get("license")
     if isinstance(name, str) and LICENCE_ID.fullmatch(name):

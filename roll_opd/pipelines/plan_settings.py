@@ -1,4 +1,4 @@
-"""Flatten a plan into settings, a map: configuration key -> value.
+"""Flatten a plan into settings: a map from configuration keys to values.
 
 Every field of the plan's dataclasses is a setting unless it is listed in `NO_SETTINGS`. Fields are renamed to their
 configuration keys.
@@ -136,7 +136,7 @@ AT_THE_TOP = {
 
 
 def settings_of(plan: RunPlan) -> Settings:
-    """Return the settings of a run (without API keys), and hashes of its models and data files.
+    """Return the settings of a run, without API keys, and hashes of its models and data files.
 
     Raises OSError if a file cannot be read.
     """
@@ -153,9 +153,9 @@ def settings_of(plan: RunPlan) -> Settings:
 
 
 def as_written(settings: Settings) -> Settings:
-    """Return the settings with the keys and values that the configuration has.
+    """Return the settings with the keys and values that the user has written.
 
-    Only the settings of a run in environments change: the plan derives some of them from other keys.
+    This changes only the settings of a run in environments, because the plan derives some of them from other keys.
     """
     if not any(key.startswith("custom_envs.") for key in settings) or GROUP not in settings:
         return settings
@@ -172,7 +172,10 @@ def as_written(settings: Settings) -> Settings:
 
 
 def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
-    """Yield (configuration key, value) for the settings of a plan; a role's keys have the role's section as prefix."""
+    """Yield (configuration key, value) for each setting of a plan.
+
+    The keys of a role start with the name of its section.
+    """
     sections = {"student": plan.student.name} | ({"rollout": plan.rollout.name} if plan.rollout else {})
     for found, value in _walk(plan, ""):
         section, dot, rest = found.partition(".")
@@ -186,9 +189,10 @@ def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
 
 
 def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (field path joined by dots, value) of all settings below `value`.
+    """Yield (path, value) for each setting below `value`. A path consists of field names joined by dots.
 
-    In the path, a dataclass in a tuple appears under its name. `env`: variables common to all processes.
+    A dataclass in a tuple appears in the path under its name. `env` has the environment variables that all processes of
+    the run have.
     """
     if is_dataclass(value) and not isinstance(value, type):
         env = value.env if isinstance(value, RunPlan) else env
@@ -220,7 +224,7 @@ def _of_entry(key: str, item: Any, number: int) -> str:
 
 
 def _spelled(key: str) -> str:
-    """Return a field path with its end renamed by `SPELLED`."""
+    """Return a field path in which the end is renamed according to `SPELLED`."""
     for pattern, spelled in SPELLED.items():
         if match := re.fullmatch(rf"(.+\.)?{pattern}", key):
             return (match[1] or "") + re.sub(pattern, spelled, key.removeprefix(match[1] or ""))
@@ -228,9 +232,9 @@ def _spelled(key: str) -> str:
 
 
 def _at_the_top(key: str) -> str | None:
-    """Return the configuration key that `AT_THE_TOP` has for a field path.
+    """Return the configuration key of a field path according to `AT_THE_TOP`.
 
-    Return "" if the field is not a setting, and None if no pattern of `AT_THE_TOP` matches the path.
+    The key is "" if the field is not a setting. The result is None if no pattern of `AT_THE_TOP` matches the path.
     """
     for pattern, spelled in AT_THE_TOP.items():
         if re.fullmatch(pattern, key):
@@ -244,7 +248,10 @@ def _model_files(directory: Path) -> list[Path]:
 
 
 def _hash(files: list[Path]) -> str:
-    """Return a short hash of the names and contents of files, independent of their directory."""
+    """Return a short hash of the names and contents of files.
+
+    The hash does not depend on the directory of the files.
+    """
     digest = hashlib.sha256()
     for file in files:
         small = file.stat().st_size <= WHOLE_BYTES

@@ -62,7 +62,7 @@ SHAPES = ("model_type", "layers", "hidden", "heads", "kv_heads", "head_dim", "in
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, checked and opened, and the checkpoint from which it resumes."""
+    """The checked and opened inputs of a run, and the checkpoint from which the run resumes."""
 
     resumed: Checkpoint | None  # None for a new run
     history: History  # settings of the run's steps
@@ -73,10 +73,10 @@ class Inputs:
 
 
 def preflight(plan: RunPlan) -> Inputs:
-    """Check the plan against machine, checkpoint, code and data; print warnings, and return the opened inputs.
+    """Check the plan against the machine, the checkpoint, the user's code and the data. Return the opened inputs.
 
-    Raises ConfigError, CheckpointError, DataError or the error of a function, reward, tracker or model that cannot be
-    used.
+    Warnings are printed. Raises ConfigError, CheckpointError, DataError, or the error of a function, reward, tracker or
+    model that cannot be used.
     """
     for warning in plan.warnings:
         warn(warning)
@@ -117,7 +117,7 @@ def preflight(plan: RunPlan) -> Inputs:
 def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:
     """Return the history of the run.
 
-    If the checkpoint has no settings, they are read from the config.yaml of its run.
+    If the checkpoint contains no settings, they are read from the config.yaml of the run that wrote it.
     """
     if resumed is None:
         return history.begun(plan)
@@ -168,8 +168,9 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 def package_problems() -> list[str]:
     """Return an error if installed packages break the import of models or engines.
 
-    The packages are also hidden from imports in this process. If a fork server runs in this process, all processes of
-    the run are this process and forks of the server. The packages are hidden there too, so no error is returned.
+    The broken packages are also hidden in this process, as if they were not installed. If a fork server runs in this
+    process, every other process of the run is a fork of this server. The packages are hidden in the forks too, so no
+    error is returned.
     """
     broken = broken_companions()
     hide(broken)
@@ -189,9 +190,10 @@ def _lost_weights(plan: RunPlan) -> list[str]:
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
-    """Return errors if student, critic or followers differ from the models in the checkpoint.
+    """Return an error for each model of the run that does not match the checkpoint.
 
-    Their parallel layouts may differ.
+    The student, the critic and the teachers that follow the student are compared. Their parallel layouts may differ
+    from the layouts in the checkpoint.
     """
     problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
     problems += _adapter_problems(plan.student.lora, checkpoint.path / ADAPTER, checkpoint)
@@ -297,7 +299,7 @@ def _open_scored(
 
 
 def _scored(plan: RunPlan, data: DataPlan, source: FilePlan, tokenizer: PreTrainedTokenizerBase) -> ScoredSet:
-    """Open and check teacher files; DataError lists the rows that cannot be used."""
+    """Open and check teacher files. Raises a DataError that lists the rows that cannot be used."""
     student, objective = Path(plan.student.model.path), plan.objective
     expected = Expected(
         vocab_size=read_model(student).vocab,
@@ -311,7 +313,7 @@ def _scored(plan: RunPlan, data: DataPlan, source: FilePlan, tokenizer: PreTrain
 
 
 def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
-    """Return the tag list of each template, teacher and reward. None stands for all tags."""
+    """Return the tags of each template, teacher and reward, keyed by name. None stands for all tags."""
     return {
         **{f"tag_to_template.{tag}": (tag,) for tag in plan.data.tag_templates},
         **{f"teacher {teacher.name}": teacher.tags for teacher in plan.teachers},
@@ -320,7 +322,7 @@ def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
 
 
 def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -> list[PromptSet]:
-    """Open every data set. Raises a single DataError that lists the defects of all data sets."""
+    """Open every data set. If data sets have defects, raise a single DataError that lists all of them."""
     opened, refusals = [], []
     for data in data_sets:
         try:
@@ -338,7 +340,7 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
 
 
 def miscounted(plan: RunPlan, usable: int) -> str | None:
-    """Return a warning if max_steps is wrong for num_train_epochs, because some rows cannot be used.
+    """Return a warning if max_steps does not fit num_train_epochs because some rows cannot be used.
 
     max_steps was computed from all rows of the files. `usable` is the number of rows that can be used.
     """

@@ -1,4 +1,4 @@
-"""Advice for alarms: configuration keys to change that have an effect in this run."""
+"""Advice for alarms: which configuration keys to change. Only keys that have an effect in this run are named."""
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.tracking.divergence_alarm import Remedies
@@ -7,7 +7,7 @@ LENGTH_PENALTY = "length_penalty"
 
 
 def remedies(plan: RunPlan) -> Remedies:
-    """Return the clauses of advice for the alarms of `plan`."""
+    """Return the advice for the alarms of a run with this plan."""
     return Remedies(slower=tuple(_slower(plan)), shorter=tuple(_shorter(plan)), fresher=tuple(_fresher(plan)))
 
 

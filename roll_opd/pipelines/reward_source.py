@@ -1,4 +1,4 @@
-"""Find out where a workflow's rewards come from: its class, its reward function, or the configuration.
+"""Find out where the rewards of a workflow come from: its class, its reward function, or the configuration.
 
 The `rewards` of the configuration score only samples to which the workflow gives no reward.
 """
@@ -24,8 +24,10 @@ REWARD_NAMES = {"reward", "rewards", "reward_fn", "take_reward", "update_reward"
 def reward_source(kind: type, *, has_function: bool, is_scored: bool) -> Source:
     """Return where the rewards of a workflow's samples come from.
 
-    `has_function` means that the configuration has a `workflow_reward`. `is_scored` means that the configuration has
-    `rewards`.
+    Args:
+        kind: class of the workflow.
+        has_function: whether the configuration has a `workflow_reward`.
+        is_scored: whether the configuration has `rewards`.
     """
     if issubclass(kind, BaseSimpleWorkflow):
         return _of_one_turn(kind, has_function=has_function, is_scored=is_scored)
@@ -56,7 +58,7 @@ def _written_by(kind: type, name: str) -> type | None:
 
 
 def _are_ours(kind: type, *names: str) -> bool:
-    """Return whether all methods `names` of a class are inherited from classes of this package."""
+    """Return whether a class inherits all of the methods in `names` from classes of this package."""
     found = [_written_by(kind, name) for name in names]
     return all(base is None or base.__module__.startswith(PACKAGE) for base in found)
 
@@ -75,7 +77,7 @@ def _may_be_none(kind: type, name: str) -> bool:
 
 
 def rewards_from(workflow: WorkflowPlan) -> Source:
-    """Return where the rewards of a workflow's samples come from; imports the workflow's class."""
+    """Return where the rewards of a workflow's samples come from. This function imports the workflow's class."""
     kind = find_workflow(workflow.workflow or "", workflow.plugin_dir)
     return reward_source(kind, has_function=bool(workflow.workflow_reward), is_scored=workflow.is_scored)
 

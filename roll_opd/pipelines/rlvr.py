@@ -42,8 +42,8 @@ Stage = Callable[[list[Sample]], list[Sample]]  # returns the same samples with 
 async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
     """Train from the first step, or from the step after the resumed checkpoint, to `plan.max_steps`.
 
-    `select` is called with the samples of each step, with rewards if the update reads rewards. It returns all samples,
-    in their order; a sample with an empty `loss_mask` is left out of the update.
+    `select` is called with the samples of each step. The samples have rewards if the update reads rewards. `select`
+    returns all samples in the same order. It empties the `loss_mask` of samples that the update must leave out.
     """
     plan, clock = run.plan, run.clock
     in_turns = not plan.async_generation_ratio  # else generation continues during an update and after it
@@ -106,9 +106,9 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
 
 
 def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
-    """Return the producer of the run's batches.
+    """Return the object that produces the batches of the run.
 
-    Without generation ahead of training, sampling and training take turns.
+    Sampling and training take turns, unless generation runs ahead of training.
     """
     plan = run.plan
     assert plan.rollout is not None
@@ -141,7 +141,7 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
 def _group_filter(plan: RunPlan) -> GroupFilter | None:
     """Return the filter of groups.
 
-    If the update uses no reward, a group is rejected only because of failed runs.
+    If the update uses no reward, the filter rejects a group only if runs of the group have failed.
     """
     replaces = plan.workflow is not None and plan.workflow.on_workflow_error == "replace"
     return group_filter(
@@ -152,7 +152,7 @@ def _group_filter(plan: RunPlan) -> GroupFilter | None:
 
 
 def _failed_metrics(batch: Batch, samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
-    """Return the fraction of a step's runs that are left out because they failed.
+    """Return the fraction of a step's runs that have failed and are therefore left out.
 
     Raises RunError if too few runs remain.
     """
@@ -168,7 +168,7 @@ def _failed_metrics(batch: Batch, samples: Sequence[Sample], plan: RunPlan) -> d
 def _restored(run: Run) -> list[FinishedGroup]:
     """Return the finished groups of the resumed checkpoint.
 
-    No groups are returned if a setting on which they depend has changed.
+    If a setting that affects these groups has changed, the list is empty.
     """
     groups = run.resumed.finished_groups() if run.resumed else []
     roles = [role.name for role in run.plan.frozen_roles()]
@@ -208,9 +208,9 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
 async def _with_model_values(
     samples: list[Sample], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
 ) -> list[Sample]:
-    """Return samples with the log-probs and values that the objective needs.
+    """Return the samples with the log-probs and values that the objective needs.
 
-    These are the log-probs of the frozen models, the student's old log-probs, and the critic's values.
+    These are the log-probs of the frozen models, the old log-probs of the student, and the values of the critic.
     """
     assert plan.rollout is not None
     temperature, turns = plan.rollout.sampling.temperature, workers.turns
@@ -233,9 +233,10 @@ async def _with_model_values(
 def with_advantages(
     samples: list[Sample], plan: RunPlan, kl_coef: float, *, rewarded: bool
 ) -> tuple[list[Sample], float]:
-    """Return samples with masks, advantages and importance weights, and the KL coefficient of the next step.
+    """Return (samples, kl_coef): the samples with advantages, and the KL coefficient of the next step.
 
-    If `rewarded`, the advantages include rewards and the token-level KL to the reference policy.
+    The samples also get masks and importance weights. If `rewarded` is True, the advantages include the rewards and the
+    token-level KL to the reference policy.
     """
     assert plan.rollout is not None
     objective, sampling = plan.objective, plan.rollout.sampling
@@ -260,7 +261,10 @@ def with_advantages(
 async def _learn(
     samples: list[Sample], run: Run, workers: RunWorkers, step: int
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Update student and critic; return the samples with old log-probs, and the metrics of the updates."""
+    """Update student and critic. Return (samples, metrics).
+
+    The samples have old log-probs. The metrics are those of the updates.
+    """
     plan = run.plan
     student_learns = step > (plan.critic.critic_warmup if plan.critic else 0)
     learned = sum(sample.learned_tokens for sample in samples) if student_learns else 0

@@ -24,7 +24,7 @@ Validate = Callable[[], Awaitable[dict[str, float]]]
 
 @dataclass(frozen=True)
 class Run:
-    """One run: resumes, validates, saves and logs."""
+    """A run of a pipeline. Its methods resume, validate, save and log the run."""
 
     plan: RunPlan
     placement: Placement
@@ -46,12 +46,12 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """Number of steps before the resumed checkpoint."""
+        """Number of steps that the resumed checkpoint has completed, or 0 for a new run."""
         return self.resumed.step if self.resumed else 0
 
     @property
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the remaining steps; a run's first step has number 1.
+        """Yield the numbers of the remaining steps. The first step of a run has the number 1.
 
         Garbage is collected only between two steps, after the samples of the finished step have been released.
         """
@@ -76,7 +76,10 @@ class Run:
         self.ending.is_training = True  # from here on, a checkpoint is worth writing
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
-        """Return the metrics of `validate` every `eval_steps` steps and after the last step, else an empty map."""
+        """Return validation metrics every `eval_steps` steps and after the last step.
+
+        For all other steps the map is empty.
+        """
         every, is_last = self.plan.eval_steps, step == self.plan.max_steps
         if not (self.held_out and every and (step % every == 0 or is_last)):
             return {}
@@ -92,12 +95,14 @@ class Run:
         source_state: dict[str, Any] | None = None,
         groups: Sequence[FinishedGroup] = (),
     ) -> AsyncIterator[None]:
-        """If a checkpoint is due, write it before the block, and mark it as valid after the block.
+        """Write a checkpoint after `step` if one is due.
 
-        The block logs the step. Because a checkpoint becomes valid only after the block, the logs are complete up to
-        every valid checkpoint. With `async_save`, a checkpoint may become valid only after a later step, but the
-        checkpoint of the last step becomes valid after its block. If SIGTERM has arrived, this method writes a
-        checkpoint and raises Terminated.
+        The checkpoint is written before the block and marked as logged after the block. The block logs the step, so the
+        logs are complete up to every valid checkpoint. With `async_save`, a checkpoint may become valid only after a
+        later step, but the checkpoint of the last step becomes valid after its own block.
+
+        If SIGTERM has arrived, a checkpoint is written in any case, and Terminated is raised, except after the last
+        step.
 
         Args:
             kl_coef: KL coefficient of the next step.

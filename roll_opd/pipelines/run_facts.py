@@ -1,4 +1,4 @@
-"""Write `run.json`: facts of a run that are not in its configuration, such as machine and versions, for the report."""
+"""Write `run.json`. The report reads from it facts that are not in the configuration, such as machine and versions."""
 
 import json
 import os
@@ -22,7 +22,10 @@ SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors whose t
 
 
 def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
-    """Return mode, models, machine (of this node), versions, and the changed settings of each part of the run."""
+    """Return facts about the run: mode, models, machine, versions, and the changed settings of each part.
+
+    The machine is the node on which this process runs.
+    """
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "mode": plan.mode,
@@ -54,7 +57,7 @@ def write_facts(run: RunDirectory, facts: dict[str, Any]) -> None:
 
 
 def note_end(run: RunDirectory, error: BaseException) -> None:
-    """Add the error that ended the run early to `run.json`."""
+    """Write the error that ended the run early into `run.json`."""
     facts = json.loads((run.path / RUN_FACTS).read_text(encoding="utf-8"))
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
@@ -78,7 +81,7 @@ def _gpus() -> list[str]:
 
 
 def _line(path: Path, name: str) -> str:
-    """Return the value of `name:` in a file of the kernel; empty if it has none."""
+    """Return the value of the line `name:` in a file of the kernel, or "" if the file has no such line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -81,7 +81,7 @@ STUDENT = "student"  # the model that answered held-out prompts; teachers are `t
 
 
 class RunLogger:
-    """Logs a run to console, trackers and files. The `clock` times the steps."""
+    """Logs a run to the console, to trackers and to files. Its `clock` measures the time of each step."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RunLogger:
         history: History,
         done: int = 0,
     ) -> None:
-        """`done` is the number of steps before the resumed checkpoint."""
+        """`done` is the number of steps that the resumed checkpoint has completed, or 0 for a new run."""
         self.clock = PhaseClock(began=tee.began)
         self.progress = Progress()
         self._done = done
@@ -114,7 +114,10 @@ class RunLogger:
         self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}
 
     def _divergence_alarm(self, earlier: Sequence[Mapping[str, Any]]) -> DivergenceAlarm | None:
-        """Return the divergence alarm of a run that samples, continued from the `earlier` rows of a resumed run."""
+        """Return the divergence alarm, or None for a run without sampling.
+
+        `earlier` are the logged rows of a resumed run. The alarm continues from them.
+        """
         if not self._plan.rollout:
             return None
         student = self._plan.student.model
@@ -136,7 +139,7 @@ class RunLogger:
             self.note(f"Teacher {name}: {validation(self._console.with_grading(metrics))}")
 
     def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
-        """Print the results of a teacher's preflight, and store them for the summary."""
+        """Print the results of a teacher's preflight, and write them to a file of the run."""
         self.note(table(name, rows))
         self._run.write_preflight(name, [asdict(row) for row in rows])
 
@@ -158,7 +161,7 @@ class RunLogger:
     def restart(self) -> None:
         """Record the time so far as `time/startup`, so that it does not count as part of a step.
 
-        The time of validation is recorded separately, as `time/validate`.
+        The time of the validation is recorded separately as `time/validate`.
         """
         lap = self.clock.lap()
         self._startup = {"time/startup": lap["step"] - lap["validate"]}
@@ -184,7 +187,10 @@ class RunLogger:
         self.log(step, _prompt_ids(batch), row)
 
     def answers(self, step: int, by: str, answers: Sequence[Sample]) -> None:
-        """Write answers to held-out prompts; `by` is the student (after `step` steps) or a teacher."""
+        """Write answers to held-out prompts to a file.
+
+        `by` names the model that gave the answers: the student after `step` steps, or a teacher.
+        """
         rows = [
             {"step": step, "by": by, **text_of(answer, self.tokenizer), **logprobs_of(answer)} for answer in answers
         ]
@@ -206,7 +212,7 @@ class RunLogger:
             self._console.count(row)
 
     def skipped(self, samples: Sequence[Sample]) -> Path:
-        """Write the mini-batch of a skipped update to a file; return the file."""
+        """Write the samples of a skipped update to a file. Return the path of the file."""
         step = self._done + 1
         is_sampled = self._plan.rollout is not None
         rows = self._samples(step, samples) if is_sampled else [self._supervised_sample(step, one) for one in samples]
@@ -214,9 +220,9 @@ class RunLogger:
         return self._run.path / SKIPPED_SAMPLES
 
     def unfinished_step(self) -> tuple[float, str] | None:
-        """Return the seconds of the running step, and a status line.
+        """Return (seconds, text): the duration of the running step so far, and a status line.
 
-        Returns None after the last step. Before the first step, it returns None unless a phase is running.
+        Returns None after the last step. Before the first step, None is returned unless a phase is running.
         """
         moment = self.clock.moment()
         is_before = not moment.laps
@@ -228,12 +234,12 @@ class RunLogger:
         return seconds, self._console.unfinished(step, seconds, moment.phase, counts)
 
     def model_card(self, step: int) -> str:
-        """Return the model's README.md as of the logged step `step`."""
+        """Return the content of the model's README.md, as of the logged step `step`."""
         summary = summarize(read_jsonl(self._run.metrics_file)) | {"parts": self._history.as_facts(step)}
         return model_card(self._plan, summary, step, self._history.up_to(step))
 
     def finish(self) -> None:
-        """Write `summary.json` and the report; print the last table and how to load the model."""
+        """Write `summary.json` and the report. Print the last table, and how to load the model."""
         warnings = (*(" ".join(text.split()) for text in self._plan.warnings), *self._tee.warnings)
         summary = write_summary(
             self._run,
@@ -254,7 +260,10 @@ class RunLogger:
         self.report()
 
     def report(self, ended_by: BaseException | None = None) -> None:
-        """Write `report.html`; `ended_by` is the error that ended the run early. A failure is only logged."""
+        """Write `report.html`. If the report cannot be written, this is only logged.
+
+        `ended_by` is the error that ended the run early.
+        """
         try:
             if ended_by:
                 note_end(self._run, ended_by)
@@ -305,7 +314,7 @@ class RunLogger:
 
 
 def _word_for_frozen_models(plan: RunPlan) -> str:
-    """Return the console's label for the time of frozen models."""
+    """Return the console's label for the time that the frozen models take."""
     words = [SHORT["teacher"]] if plan.teachers or not plan.reference else []
     return "+".join([*words, *(["reference"] if plan.reference else [])])
 
@@ -316,7 +325,7 @@ def _micro_batches() -> list[str]:
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the indices of NaN and infinite values at action tokens, for each array by its name.
+    """Return a map from the name of each array to the indices of its NaN and infinite values at action tokens.
 
     The indices are stored because JSON cannot represent these values.
     """

@@ -1,7 +1,7 @@
-"""Run a pipeline to its last step: set up run directory, Ray and workers, and handle the errors that end a run.
+"""Run a pipeline to its last step: set up the run directory, Ray and the workers, and handle errors that end a run.
 
-A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`; `RunPlan.pipeline` is the name of a module
-in this package, or the path of a user's module.
+A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`. `RunPlan.pipeline` is the name of a module
+in this package, or the path of a module of the user.
 """
 
 import gc
@@ -40,9 +40,10 @@ from roll_opd.tracking.trackers import Trackers
 
 
 def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None, backend: Backend | None = None) -> None:
-    """Create the run directory, start Ray and train to the last step. Raises RunError if the run cannot continue.
+    """Create the run directory, start Ray, and train to the last step.
 
-    `hosts` are the launched hosts of a multi-host run. A run that fails during start-up leaves no directory.
+    `hosts` are the launched hosts of a multi-host run. If the run fails during start-up, its directory is removed.
+    Raises RunError if the run cannot continue.
     """
     with tee_output() as tee, own_directory(plan, inputs.resumed, inputs.history) as directory:
         _run(plan, inputs, directory, tee, hosts, backend or Backend())
@@ -120,7 +121,7 @@ def _run(
 
 
 def _full(error: Exception, directory: RunDirectory, ending: Ending) -> DiskFull | None:
-    """Return DiskFull if a full disk is the cause of `error`, else None."""
+    """Return a DiskFull error if `error` was caused by a full disk, else None."""
     why = full_disk(error, directory.path, Path(tempfile.gettempdir()), Path("/dev/shm"))
     return DiskFull(f"{why}; free space or change output_dir{ending.how_to_go_on()}") if why else None
 
@@ -139,10 +140,11 @@ async def _trained(train: Callable[[Run, RunWorkers], Awaitable[None]], run: Run
 
 @contextmanager
 def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -> Iterator[RunDirectory]:
-    """Lock and yield the run directory: the resumed run's directory if it is in this experiment, else a new one.
+    """Lock and yield the run directory.
 
-    A new directory that has neither metrics nor a checkpoint is removed at the end. Raises RunError if the resumed run
-    has saved a later checkpoint in the meantime.
+    A run that resumes in the same experiment uses the directory of the resumed run. Any other run gets a new directory,
+    which is removed at the end if it has neither metrics nor a checkpoint. Raises RunError if the resumed run has saved
+    a later checkpoint in the meantime.
     """
     experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
     with ExitStack() as ends:

@@ -27,7 +27,10 @@ from roll_opd.weight_sync.send_weights import stream
 
 @dataclass(frozen=True)
 class RunWorkers:
-    """The roles of a run. `teachers_measured` is an awaitable with the result of teacher validation."""
+    """The roles of a run.
+
+    `teachers_measured` is an awaitable that ends when the teachers have been validated.
+    """
 
     student: Student
     sampler: Sampler  # supervised runs have no engines
@@ -41,9 +44,10 @@ class RunWorkers:
     async def learn(
         self, plan: RunPlan, experiences: list[Sample], step: int, *, student_learns: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Update student and critic concurrently; return the result of `Student.learn` with the critic's metrics.
+        """Update student and critic. Return the result of `Student.learn`, with the metrics of the critic added.
 
-        Without `student_learns`, only the critic is updated.
+        The two are updated concurrently, unless they share devices. If `student_learns` is False, only the critic is
+        updated.
         """
         if self.critic and not student_learns:
             await self.turns.enter(Phase.TRAIN)
@@ -62,9 +66,11 @@ class RunWorkers:
     async def learn_supervised(
         self, plan: RunPlan, samples: Sequence[Sample], step: int
     ) -> tuple[list[np.ndarray], float, dict[str, float]]:
-        """Update the student on given answers.
+        """Update the student on given answers. Return (logprobs, loss, metrics).
 
-        Returns each answer's log-probs from before its update, the loss (mean over updates), and optimizer metrics.
+        - `logprobs`: log-probs of each answer from before its update.
+        - `loss`: mean loss over the updates.
+        - `metrics`: metrics of the optimizer.
         """
         learned, metrics = await self.learn(plan, list(samples), step)
         logprobs = [present(sample.old_logprobs) for sample in learned]
@@ -76,9 +82,10 @@ class RunWorkers:
         return [learner.updates for learner in (self.student, self.critic) if learner]
 
     async def send_weights(self, version: int, *, updated: bool = True) -> None:
-        """Send the student's weights as `version` to the inference engines, and to teachers that follow the student.
+        """Send the student's weights to the inference engines, and to teachers that follow the student.
 
-        If the student was not `updated`, teachers get no weights, because they started with the same weights.
+        `version` is the version of these weights. If `updated` is False, teachers get no weights, because they started
+        with the same weights.
         """
         await self.turns.enter(Phase.WEIGHT_SYNC)
         due = [follower for follower in self.followers if updated and follower.is_due(version)]
@@ -90,7 +97,7 @@ class RunWorkers:
     async def begin_generation(self, version: int) -> None:
         """Load the engines onto their devices.
 
-        If the engines have no weights, send them the student's weights as `version`.
+        If the engines have no weights, the student's weights are sent to them as version `version`.
         """
         if self.turns.lack_weights:
             await self.send_weights(version, updated=False)
@@ -120,7 +127,10 @@ class RunWorkers:
         await self._send_heads(self.followers)
 
     async def _send_heads(self, followers: Sequence[Follower]) -> None:
-        """Send the changed output heads of `followers` to the student, if the objective needs heads."""
+        """Send output heads that have changed to the student, if the objective needs output heads.
+
+        `followers` are the teachers that have just received new weights.
+        """
         objective = self.frozen_models.targets_for
         if objective and objective.opd_objective == "full":
             for teacher in self.frozen_models.teachers:
@@ -142,7 +152,11 @@ class RunWorkers:
                 role.end()
 
     async def for_objective(self, objective: ObjectivePlan) -> "RunWorkers":
-        """Return the roles, set up with the output heads, targets and top-k tokens that the objective needs."""
+        """Return the roles after they have been set up for an objective.
+
+        Depending on the objective, this loads the output heads of teachers, or selects the targets and the top-k
+        tokens.
+        """
         frozen_models = self.frozen_models
         check_targets(frozen_models.teachers, objective)
         if objective.opd_objective == "full":

@@ -37,16 +37,19 @@ def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str,
 def teacher_prompts_of(
     experience: Sample, tokenizer: PreTrainedTokenizerBase, others: Mapping[str, PreTrainedTokenizerBase]
 ) -> dict[str, Any]:
-    """Return the prompts of teachers whose prompt differs from the student's.
+    """Return the prompts of those teachers whose prompt differs from the student's prompt.
 
-    `others` has the tokenizers of teachers whose tokens differ from the student's.
+    `others` maps the names of teachers with another tokenizer to their tokenizers.
     """
     prompts = {name: others.get(name, tokenizer).decode(ids) for name, ids in experience.teacher_prompts.items()}
     return {"teacher_prompts": prompts} if prompts else {}
 
 
 def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
-    """Return the chunks of teachers with another tokenizer: first token, number of tokens, teacher tokens."""
+    """Return the chunks of the teachers with another tokenizer.
+
+    A chunk is a list of three values: index of the first token, number of tokens, and texts of the teacher's tokens.
+    """
     cuts = {
         name: [
             [first, count, [piece.decode(errors="replace") for piece in pieces]] for first, count, pieces in one.cuts()
@@ -57,7 +60,7 @@ def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
 
 
 def logprobs_of(experience: Sample) -> dict[str, Any]:
-    """Return the log-probs of the sampler and the frozen models; NaN at observed tokens."""
+    """Return the log-probs of the sampler and of the frozen models. They are NaN at observed tokens."""
     by_teacher = experience.teacher_logprobs.items()
     return {
         "rollout_logprobs": of_actions(experience, experience.rollout_logprobs),
@@ -67,9 +70,9 @@ def logprobs_of(experience: Sample) -> dict[str, Any]:
 
 
 def topk_hits(experience: Sample) -> dict[str, np.ndarray]:
-    """Return, for each teacher with top-k targets, whether each sampled token is in the teacher's top-k, [T-P].
+    """Return whether each sampled token is in the top-k of a teacher, [T-P], for each teacher with top-k targets.
 
-    None at observed tokens.
+    The value of an observed token is None.
     """
     hits = {name: held.hits for name, held in experience.teacher_targets.items() if held.hits is not None}
     none = np.array(None, dtype=object)
@@ -77,7 +80,10 @@ def topk_hits(experience: Sample) -> dict[str, np.ndarray]:
 
 
 def of_actions(experience: Sample, array: np.ndarray | None) -> np.ndarray | None:
-    """Return an optional floating-point array [T-P] with NaN at observed tokens. Records contain NaN as null."""
+    """Return a floating-point array [T-P] with NaN at observed tokens, or None if there is no array.
+
+    Records contain NaN as null.
+    """
     return None if array is None else experience.without_observed(array)
 
 
@@ -87,11 +93,11 @@ def as_f32(array: np.ndarray | None) -> np.ndarray | None:
 
 
 def token_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str) -> list[int]:
-    """Return the end of each token, as an offset in characters of `text` (which is `decode(tokens)`).
+    """Return the position in `text` at which each token ends, in characters. `text` is `decode(tokens)`.
 
-    A token with only the first bytes of a character ends before that character. Decoding uses short windows, because
-    tokens decode differently at the start of a sequence and inside it. The ends never decrease, and the last end is the
-    length of the text.
+    A token that contains only the first bytes of a character ends before this character. The ends never decrease, and
+    the last end is the length of the text. Short windows of tokens are decoded, because a token can decode differently
+    at the start of a sequence and inside it.
     """
     ends: list[int] = []
     # decode from token `window` for context; the tokens before `settled` decode to `done` characters

@@ -75,7 +75,7 @@ async def _serve(connection: Connection, calls: "SessionCalls") -> None:
 
 @dataclass
 class SessionCalls:
-    """Executes the calls of a client on the roles of a run. `step` counts optimizer steps."""
+    """Executes the calls of a client on the roles of a run. `step` is the number of optimizer steps so far."""
 
     run: Run
     workers: RunWorkers
@@ -100,7 +100,10 @@ class SessionCalls:
     async def sample(
         self, prompts: Sequence[Prompt | str | Sequence[Mapping[str, Any]]], n: int | None, sampling: Mapping[str, Any]
     ) -> tuple[list[Sample], list[str]]:
-        """Return `n` samples per prompt, in the order of the prompts, and the texts of their responses."""
+        """Return (samples, texts): `n` samples per prompt, and the texts of their responses.
+
+        Samples and texts are in the order of the prompts.
+        """
         settings = replace(self._context.sampling, **{**sampling, **({"n": n} if n else {})})
         context = replace(self._context, sampling=settings, frozen_models=FrozenModels(), reward_pools=())
         await self.workers.begin_generation(self.step)
@@ -114,7 +117,10 @@ class SessionCalls:
         return made, texts
 
     def _prompt(self, prompt: Prompt | str | Sequence[Mapping[str, Any]], number: int) -> Prompt:
-        """Return a text or a list of messages as a prompt, rendered like a row of the configuration's files."""
+        """Return a prompt made from a text or a list of messages.
+
+        It is rendered like a row of the configuration's files.
+        """
         if isinstance(prompt, Prompt):
             return prompt
         value = {"prompt" if isinstance(prompt, str) else "messages": prompt}
@@ -140,7 +146,7 @@ class SessionCalls:
         return await rewards.added_to(samples)
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the training engine's log-probs as `old_logprobs`."""
+        """Return the samples with `old_logprobs`, computed by the training engine."""
         await self.workers.turns.enter(Phase.OLD_LOGPROBS)
         assert self.rollout is not None
         return await self.workers.student.compute_old_logprobs(samples, self.rollout.sampling.temperature)

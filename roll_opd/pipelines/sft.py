@@ -1,4 +1,4 @@
-"""Supervised fine-tuning raises the likelihood of given answers. Validation computes the loss on held-out answers."""
+"""Supervised fine-tuning: raise the likelihood of given answers. Validation computes the loss on held-out answers."""
 
 from collections.abc import Sequence
 
@@ -47,14 +47,17 @@ def _samples(rows: Sequence[Prompt]) -> list[Sample]:
 
 
 async def _validate(student: Student, samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
-    """Return the loss on held-out rows, and their perplexity: exp of the mean over all answer tokens."""
+    """Return the loss and the perplexity of held-out rows.
+
+    The perplexity is exp of the mean -log p over all answer tokens.
+    """
     logprobs = await student.compute_logprobs(samples)
     perplexity = float(np.exp(-np.concatenate(logprobs).mean(dtype=np.float64)))
     return {"val/loss": supervised_loss(samples, logprobs, plan.objective), "val/perplexity": perplexity}
 
 
 def supervised_loss(samples: Sequence[Sample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
-    """Return the loss of `samples`, computed from their answers' `logprobs` (f32 [T-P] each)."""
+    """Return the loss of `samples`. `logprobs` has the log-probs of each answer, f32 [T-P]."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
     logprobs_M = torch.from_numpy(np.concatenate(logprobs)).double()

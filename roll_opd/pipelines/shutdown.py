@@ -23,10 +23,18 @@ SIGTERM_DEDUP_S = 10.0  # time within which all hosts of a run send the same SIG
 
 
 class Ending:
-    """On SIGTERM, ends a run after the current step and a checkpoint, at the latest after a grace period."""
+    """Ends a run on SIGTERM, after the current step and a checkpoint.
+
+    If the step takes longer than a grace period, the run ends without waiting for it.
+    """
 
     def __init__(self, checkpoints: Checkpoints, shutdown_timeout_s: float, say: Callable[[str], None]) -> None:
-        """`shutdown_timeout_s` is the grace period for the current step; `say` prints a line."""
+        """Create the object. Signals are handled only inside `before_the_loop` and `of_the_loop`.
+
+        Args:
+            shutdown_timeout_s: grace period for the current step.
+            say: function that prints a line.
+        """
         self._checkpoints, self._grace, self._say = checkpoints, shutdown_timeout_s, say
         self.is_asked_for = False
         self._asked_at = 0.0
@@ -39,7 +47,10 @@ class Ending:
 
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
-        """Inside the block, handle SIGTERM (except during `of_the_loop`) and, until `start_up_is_over`, Ctrl-C."""
+        """Handle SIGTERM and Ctrl-C inside the block.
+
+        SIGTERM is handled here except during `of_the_loop`. Ctrl-C is handled here until `start_up_is_over`.
+        """
         if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread
             yield
             return
@@ -62,9 +73,10 @@ class Ending:
             self._leave_interrupts_to_python()
 
     def start_up_is_over(self) -> None:
-        """Install the handlers again after Ray's start.
+        """Install the handlers again after Ray has started.
 
-        If Ray's code swallowed the exception of a signal, raise the exception here.
+        If a signal arrived during the start and Ray's code swallowed the exception of its handler, the exception is
+        raised here.
         """
         self._is_starting = False
         self._leave_interrupts_to_python()  # asyncio replaces only Python's default handler
@@ -75,17 +87,17 @@ class Ending:
             raise self._terminated()
 
     def hear_all_hosts(self) -> None:
-        """From now on, ignore a second SIGTERM within `SIGTERM_DEDUP_S`: another host has sent the same signal."""
+        """From now on, ignore a second SIGTERM within `SIGTERM_DEDUP_S`, because every host sends the same signal."""
         self._comes_from_all = True
 
     def listen(self) -> None:
-        """Install the handler of SIGTERM; call it again if a library has replaced the handler."""
+        """Install the handler of SIGTERM. This must be called again after a library has replaced the handler."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._stop)
 
     @contextmanager
     def of_the_loop(self) -> Iterator[None]:
-        """Handle SIGTERM for the current task inside the block. Raises Terminated if SIGTERM ended the task."""
+        """Handle SIGTERM inside the block. Raises Terminated if SIGTERM has cancelled the current task."""
         task, events = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         if threading.current_thread() is threading.main_thread():
@@ -106,7 +118,7 @@ class Ending:
     def lose(self, why: str) -> None:
         """End the run because a part of its cluster was lost.
 
-        The error contains `why`. Any thread may call this method.
+        `why` becomes part of the error. Any thread may call this method.
         """
         if self._lost is None and not self._is_over:
             self._lost = why
@@ -124,7 +136,7 @@ class Ending:
         return Interrupted(f"interrupted{self.how_to_go_on()}")
 
     def how_to_go_on(self) -> str:
-        """Return "; " and a clause that names the configuration key for resuming the run."""
+        """Return the end of an error message: "; " and advice about how to resume the run."""
         newest = self._checkpoints.newest()
         if newest is None:
             return "; no checkpoint was written, so there is nothing to resume from"
@@ -135,10 +147,10 @@ class Ending:
 
     @contextmanager
     def _ends_in_time(self) -> Iterator[None]:
-        """Inside the block, end the process `START_UP_SECONDS` after a SIGTERM that arrives during start-up.
+        """Inside the block, end the process `START_UP_SECONDS` after a SIGTERM during start-up.
 
-        Python's handlers run only in the main thread and not during C code, but the signal's number always reaches a
-        pipe.
+        This happens only if the block has not ended by then. Python calls its signal handlers only in the main thread,
+        and not while C code runs. The number of the signal is always written to a pipe, from which a thread reads it.
         """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)

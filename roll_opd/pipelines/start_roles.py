@@ -52,7 +52,7 @@ SMALL = 100_000_000  # maximum number of parameters of a model that a host may l
 
 
 async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
-    """Start all roles except rewards, concurrently; wait until they are ready for the plan's objective."""
+    """Start all roles except rewards, concurrently. Return when all of them are ready for the objective of the plan."""
     turns, rollout = _turns(plan, placement), plan.rollout
     over_gpus = placement.on_gpu and plan.weight_sync == "auto"
     backend = choose_backend(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
@@ -95,8 +95,9 @@ async def start_sampler(
 ) -> Sampler:
     """Start the engines of `rollout`.
 
-    If the engines share devices with other roles, they take turns with these roles (`turns`).
-    `weight_transfer` is the backend of weight updates; see `choose_backend`.
+    Args:
+        weight_transfer: backend of weight updates; see `choose_backend`.
+        turns: scheduler of the roles that share devices. The engines take turns with the other roles on their devices.
     """
     turns = turns or DeviceScheduler()
     actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
@@ -125,10 +126,11 @@ async def start_sampler(
 async def teacher_as_student(
     plan: RunPlan, teacher: TeacherPlan, placement: Placement, requests: int
 ) -> AsyncIterator[tuple[Sampler, WorkflowPool | None]]:
-    """Inside the block, run a teacher's engines on the student's inference devices, to validate the teacher.
+    """Inside the block, run the engines of a teacher on the inference devices of the student, to validate the teacher.
 
-    Yields the teacher's engines, and the run's workflow with the teacher as its model. On CPUs, where an engine takes
-    longer to start than to answer, only as many engines start as `requests` can occupy.
+    Yields (sampler, workflow): the engines of the teacher, and the workflow of the run with the teacher as its model.
+    On CPUs an engine takes longer to start than to answer. There, no more engines are started than `requests` can
+    occupy.
     """
     assert plan.rollout is not None and teacher.model is not None
     engines = plan.rollout.engines
@@ -155,7 +157,7 @@ async def teacher_as_student(
 
 
 async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
-    """Start the reward workers, which need no device, and the engines of judges."""
+    """Start the reward workers and the engines of judges. Reward workers need no device."""
     variables = {
         "OMP_NUM_THREADS": "1",
         **_environment(plan),
@@ -184,7 +186,7 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
 
 
 async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) -> WorkflowPool | None:
-    """Start the processes of the run's workflow, if it has one, and its auxiliary models."""
+    """Start the processes of the run's workflow and its auxiliary models, if the run has a workflow."""
     if plan.workflow is None:
         return None
 
@@ -222,12 +224,12 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
 
 
 def chunk_samples(plan: RunPlan) -> int:
-    """Return the number of finished samples that an inference engine sends together.
+    """Return the number of finished samples that an inference engine sends together as a chunk.
 
-    A chunk fills a micro-batch on every rank of the first teacher, but has at most half of the
-    samples that an engine generates in a step, so that the teacher can compute log-probs of the first half while the
-    second half is still being generated. If teacher and engine share a device, smaller chunks make a step slower,
-    because all samples of a step finish at about the same time.
+    A chunk fills a micro-batch on every rank of the first teacher. It has at most half of the samples that an engine
+    generates in a step, so that the teacher can score the first half while the second half is being generated. Smaller
+    chunks make a step slower if teacher and engine share a device, because all samples of a step finish at about the
+    same time.
     """
     assert plan.rollout is not None
     half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
@@ -240,10 +242,11 @@ def chunk_samples(plan: RunPlan) -> int:
 
 
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
-    """Return whether the roles may start while teachers are being validated on separate engines.
+    """Return whether the roles may start while teachers are still being validated on separate engines.
 
-    They may do so only on CPUs, with small models, and in runs that need not be deterministic, because the engines of
-    the teacher and of the run are in memory together.
+    The engines of the teacher and of the run are then in memory together. This is allowed only on CPUs, only with small
+    teachers, and only if the run need not be deterministic. It is not allowed in a run with a workflow, or if
+    `kv_cache_memory_bytes` is configured.
     """
     assert plan.rollout is not None
     alone = plan.deterministic or placement.on_gpu or _members(plan, placement)
@@ -271,7 +274,7 @@ def _turns(plan: RunPlan, placement: Placement) -> DeviceScheduler:
 def _members(plan: RunPlan, placement: Placement) -> Sequence[PhaseMember]:
     """Return the roles that take turns on shared devices.
 
-    The result is empty if states are not offloaded, which is the default without GPUs.
+    There are none if states are not offloaded. Without GPUs this is the default.
     """
     taken = placement.on_gpu if plan.is_offload_states is None else plan.is_offload_states
     return members_of(plan) if taken else ()
@@ -287,7 +290,7 @@ def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: De
 
 
 def _served(plan: RunPlan) -> list[MegatronPlan]:
-    """Return the frozen roles that have separate processes."""
+    """Return the frozen roles that run in separate processes."""
     return [role for role in plan.frozen_roles() if plan.serving(role) is role]
 
 

@@ -1,4 +1,4 @@
-"""Start teachers without Megatron processes: create their scorers and answer caches, and check their servers."""
+"""Start teachers that have no Megatron processes: create their scorers and answer caches, and check their servers."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def external_scorer(plan: RunPlan, teacher: TeacherPlan) -> TeacherScorer:
 
 
 async def check_servers(plan: RunPlan, teachers: Sequence[Teacher], starting: StartupProgress) -> None:
-    """Check the servers of the teachers, concurrently. Raises RunError for the first problem."""
+    """Check the servers of the teachers concurrently. Raises RunError for the first problem."""
     await asyncio.gather(*[_check(plan, one, one.scorer, starting) for one in teachers if is_http(one)])
 
 

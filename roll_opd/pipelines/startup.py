@@ -1,4 +1,4 @@
-"""The start-up of a run: start Ray, start and try the rewards, validate teachers, and start the roles."""
+"""The start-up of a run: start Ray, start the rewards and try them, validate the teachers, and start the roles."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
@@ -36,7 +36,7 @@ class Backend:
 
     @contextmanager
     def cluster(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Iterator[None]:
-        """Run Ray during the block."""
+        """Run the Ray cluster of the run inside the block."""
         with runtime.ray_cluster(plan.devices_per_node, starting, hosts):
             yield
 
@@ -70,9 +70,10 @@ class Backend:
 
 
 async def begin(run: Run, backend: Backend) -> RunWorkers:
-    """Start and try the rewards, validate the teachers, and start the roles; raise the first failure.
+    """Start the rewards and try them, validate the teachers, and start the roles. Return the roles.
 
-    The validation of the teachers may still be running when this returns.
+    The validation of the teachers may continue after this function has returned. If several of these tasks fail, the
+    first failure is raised.
     """
     plan = run.plan
     starting_rewards = asyncio.ensure_future(_start_rewards(run, backend))
@@ -95,7 +96,7 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
 
 
 def started(plan: RunPlan) -> str:
-    """Return the models that a run starts, as text such as "student and inference engines"."""
+    """Return the names of the models that a run starts as text, for example "student and inference engines"."""
     number = "s" if len(plan.teachers) > 1 else ""
     names = {
         f"teacher{number}": plan.teachers,
@@ -115,7 +116,7 @@ async def _start_rewards(run: Run, backend: Backend) -> tuple[RewardPool, ...]:
 
 
 def background_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Start a task whose exception is ignored if another task fails first."""
+    """Start a task. Its exception is not reported as unhandled if another task fails first."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return task
@@ -126,9 +127,9 @@ TRIAL_SECONDS = 10.0  # time limit for trying a reward
 
 
 async def try_rewards(pools: Sequence[RewardPool], source: TaskSource) -> None:
-    """Let each pool score the first prompt of its domain, with the prompt itself as the response.
+    """Let each reward pool score the first prompt of its domain, with the prompt itself as the response.
 
-    Raises RunError if scoring fails and `on_error` is `stop`. Rewards that call a service are not tried, because calls
+    Raises RunError if scoring fails and `on_error` is `stop`. A reward that calls a service is not tried, because calls
     cost money.
     """
     prompts = source.peek(TRIAL_PROMPTS)

@@ -1,4 +1,4 @@
-"""Check whether a plan names code of the user, which planning must import."""
+"""Find out whether a plan names code of the user. Planning must import such code."""
 
 from importlib.util import find_spec
 
@@ -10,13 +10,16 @@ PACKAGE = "roll_opd.pipelines"
 
 
 def pipeline_module(name: str) -> str:
-    """Return the path of the module with a pipeline's loop: a module of the package, else the user's."""
+    """Return the module path of a pipeline. `name` is a module of this package or the path of a module of the user."""
     inside = f"{PACKAGE}.{name}"
     return inside if "." not in name and find_spec(inside) else name
 
 
 def uses_user_code(plan: RunPlan) -> bool:
-    """Return whether a plan names code of the user: a directory, a module, a dotted path or a registered name."""
+    """Return whether a plan names code of the user.
+
+    Such code is a plugin directory, a module, a dotted path, or a name that the user's code registers.
+    """
     if not pipeline_module(plan.pipeline).startswith(f"{PACKAGE}."):
         return True
     workflow = plan.workflow

@@ -25,9 +25,9 @@ async def measure(
     workflow: Workflow | None = None,
     turns: DeviceScheduler | None = None,
 ) -> dict[str, float]:
-    """Return validation metrics of the model in `sampler`.
+    """Return the validation metrics of the model that `sampler` runs.
 
-    Some answers are logged, with log-probs from `readers`.
+    Some of the answers are logged. `readers` compute log-probs of these answers.
     """
     plan = run.plan
     assert plan.validation is not None and plan.rollout is not None

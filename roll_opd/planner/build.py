@@ -1,8 +1,8 @@
-"""Turn a user's configuration into a `RunPlan`: compose, validate, check everything, then freeze.
+"""Turn the configuration of a user into a `RunPlan`: compose it, validate it, check everything, and freeze the result.
 
-`load_plan` is the only entry point. It starts no process, writes no file, and reports all problems of a configuration
-together. `rollout_parts` has the checks and fields of runs with rollouts, `supervised_parts` the checks and fields of
-supervised runs.
+`load_plan` is the only entry point. It starts no process and writes no file. It reports all problems of a configuration
+together. The checks and fields of runs with rollouts are in `rollout_parts`, those of supervised runs in
+`supervised_parts`.
 """
 
 import os
@@ -52,16 +52,16 @@ def load_plan(
     Args:
         config_path: a directory, searched for in `compose.config_places`.
         config_name: a YAML file in that directory.
-        pure: True selects pure distillation (as start_onpolicy_distill_pipeline.py runs it). False selects the RLVR
+        pure: True selects pure distillation, as in ROLL's start_onpolicy_distill_pipeline.py. False selects the RLVR
             entry, in which `use_opd` decides whether to distil. If `pure` and `pipeline` are None, the keys of the
             configuration decide which pipeline runs.
-        pipeline: agentic, or a name of `PIPELINES`, or the path of a module that adds a pipeline to `PIPELINES`. If
-            the configuration is for another pipeline, only this problem is reported, and its message names the right
+        pipeline: agentic, a name of `PIPELINES`, or the path of a module that adds a pipeline to `PIPELINES`. If the
+            configuration is for another pipeline, only this problem is reported, and the message names the right
             launcher.
-        runnable: if False, configurations that cannot be run yet are planned too; `warnings` of the plan gives the
-            reasons.
-        say: callback for the translation report of a Trinity-RFT configuration; for such a configuration, `pure` and
-            `pipeline` have no effect.
+        runnable: if False, configurations that cannot be run yet are planned too. The `warnings` of the plan then give
+            the reasons.
+        say: callback that gets the translation report of a Trinity-RFT configuration. For such a configuration, `pure`
+            and `pipeline` have no effect.
     """
     loaded = _loaded(config_path, config_name, list(overrides))
     if loaded.translation:
@@ -73,7 +73,7 @@ def load_plan(
 
 
 def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Return the composed configuration, translated if it is Trinity-RFT's. Raises ConfigError."""
+    """Return the composed configuration. A Trinity-RFT configuration is translated. Raises ConfigError."""
     try:
         directory, name = find_config(config_path, config_name)
         file = directory / f"{name}.yaml"
@@ -90,7 +90,7 @@ def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedC
 def plan_config(
     loaded: LoadedConfig, *, pure: bool | None = None, pipeline: str | None = None, runnable: bool = True
 ) -> RunPlan:
-    """Return the plan of an already composed configuration; see `load_plan`."""
+    """Return the plan of a configuration that is already composed. See `load_plan`."""
     diagnostics = Diagnostics(loaded.origins)
     plan = _planned(loaded, pipeline_keys(loaded.values, pure, pipeline, diagnostics), pure, diagnostics)
     if plan is None or diagnostics.problems:
@@ -108,7 +108,10 @@ def plan_config(
 
 
 def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Diagnostics) -> RunPlan | None:
-    """Return the plan of a run of the pipeline with these keys, or None if problems prevent a plan."""
+    """Return the plan of a run, or None if problems prevent a plan.
+
+    `keys` are the keys of the pipeline of the run.
+    """
     supervised = issubclass(keys, Supervised)
     sections = read_sections(loaded.values, loaded.variables, keys, diag)
     mode = keys.pipeline if supervised else rollout_parts.complete(sections, loaded.values, pure, diag)
@@ -129,7 +132,7 @@ def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Dia
 
 
 def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> dict[str, Any]:
-    """Check the keys that every pipeline has; return the plan's fields for these keys."""
+    """Check the keys that every pipeline has. Return the fields of the plan for these keys."""
     exp_name = top.exp_name or loaded.name
     output_dir = check_files.check_output(top, exp_name, roles.train.info if roles.train else None)
     trackers = read_trackers(top)
@@ -149,7 +152,7 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
 
 
 def _check_engines(plan: RunPlan, roles: Roles) -> None:
-    """Check how the options of each engine fit together, as vLLM does when it starts."""
+    """Check that the options of each engine fit together, as vLLM does when it starts."""
     diags = {role.path: role.diag for role in roles.placed()}
     # engines of a joined cluster may be on other machines
     on_cpu = not (hardware.has_gpu_driver() or os.environ.get("RAY_ADDRESS"))
@@ -158,7 +161,7 @@ def _check_engines(plan: RunPlan, roles: Roles) -> None:
 
 
 def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longest: int) -> RunPlan:
-    """Return `plan` with its estimates and YAML text; `longest` is the token count of the longest sequence."""
+    """Return `plan` with its estimates and its YAML text. `longest` is the number of tokens in the longest sequence."""
     models = {role.path: role.info for role in roles.placed() if role.info}
     on_devices = replace(plan, device_memory_gb=top.device_memory_gb or hardware.gpu_memory_gb())
     memory = estimate_memory(on_devices, models, longest)

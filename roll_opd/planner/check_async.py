@@ -1,4 +1,4 @@
-"""Checks of generation that runs ahead of training: devices, depth, and the correction of stale samples."""
+"""Checks of generation ahead of training: devices, depth, and the correction of stale samples."""
 
 import os
 
@@ -13,7 +13,11 @@ ADVICE = "train_infer_correction: {is_weight: {enabled: true}} (truncated import
 
 
 def check_async(top: Top, roles: Roles) -> None:
-    """Refuse stale samples without a correction, and engines that share devices with Megatron roles."""
+    """Check the keys of generation ahead of training.
+
+    Stale samples need a correction if they have a reward. Engines must not take turns with another role on their
+    devices.
+    """
     if not top.async_generation_ratio:
         top.diag.unused(*({"async_depth", "on_weight_update"} & top.written))
         return
@@ -45,7 +49,7 @@ def check_async(top: Top, roles: Roles) -> None:
 
 
 def _check_devices(top: Top, roles: Roles) -> None:
-    """Refuse engines that take turns with another role on the same devices."""
+    """Refuse engines that would have to take turns with another role on the same devices."""
     on_gpu = hardware.has_gpu_driver() or bool(os.environ.get("RAY_ADDRESS"))
     takes_turns = on_gpu if top.is_offload_states is None else top.is_offload_states
     if not (takes_turns and roles.infer):
@@ -64,7 +68,10 @@ def _check_devices(top: Top, roles: Roles) -> None:
 
 
 def _check_correction(top: Top, mode: str) -> None:
-    """Refuse stale samples with a reward if no correction is set, and importance weights in a run without a reward."""
+    """Check the correction of stale samples.
+
+    A run with rewards needs a correction. In a run without rewards, importance weights are refused.
+    """
     correction = read_correction(top)
     if mode == "pure":
         if correction and correction.weight:

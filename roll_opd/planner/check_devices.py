@@ -14,13 +14,16 @@ from roll_opd.planner.strategies import OPTIONS
 
 
 def nodes(roles: list[Role], top: Run) -> int:
-    """Return the larger of num_nodes and the number of nodes in the device mappings, as ROLL does."""
+    """Return the number of nodes of a run.
+
+    This is num_nodes, or the number of nodes in the device mappings if it is larger, as in ROLL.
+    """
     last = max((max(role.strategy.devices) for role in roles if role.strategy.devices), default=0)
     return max(top.num_nodes or 1, last // top.num_gpus_per_node + 1)
 
 
 def check_devices(roles: list[Role], top: Run) -> None:
-    """Check that devices exist, and that the devices of two roles are equal, disjoint or nested."""
+    """Check that all devices exist. The devices of two roles must be equal, disjoint or nested."""
     total = (top.num_nodes or nodes(roles, top)) * top.num_gpus_per_node
     known = [(role, set(role.strategy.devices)) for role in roles if role.strategy.devices]
     for role, devices in known:
@@ -60,13 +63,13 @@ def check_devices(roles: list[Role], top: Run) -> None:
 
 
 def _apart(devices: Sequence[int], tp: int, per_node: int) -> Sequence[int]:
-    """Return the first group of `tp` consecutive devices that spans several nodes; empty if there is none."""
+    """Return the first group of `tp` consecutive devices that spans several nodes, or () if there is none."""
     groups = (devices[start : start + tp] for start in range(0, len(devices), tp))
     return next((group for group in groups if len({device // per_node for device in group}) > 1), ())
 
 
 def check_memory(plan: RunPlan, diag: Diagnostics) -> None:
-    """Refuse devices that are too small for the resident memory; warn if activations would fill a device."""
+    """Refuse devices that are too small for the resident memory. Warn if activations would fill a device."""
     if plan.device_memory_gb is None:
         return
     limit = int(plan.device_memory_gb * 2**30)

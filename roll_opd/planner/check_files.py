@@ -1,6 +1,6 @@
-"""Checks that read files: models and tokenizers match, turns end with a stop token, the run directory is usable.
+"""Checks that read files: models and tokenizers, stop tokens at the ends of turns, and the run directory.
 
-They read only small parts of files, write nothing, and report problems to the sections.
+These checks read only small parts of files and write nothing. They report problems to the sections.
 """
 
 import os
@@ -34,7 +34,9 @@ ROWS_SEEN = 64  # rows read from each file to find the templates in use
 def compare_models(roles: Roles, top: Run | None) -> None:
     """Check that the models of the roles match.
 
-    The rollout must run the trained model, teachers must be other models, and all models must have the same token ids.
+    The rollout must run the trained model. A teacher that the run loads itself must be another model than the student,
+    unless it follows the student, has more context, or `allow_self_teacher` is true. All models must have the same
+    token ids, unless a teacher is aligned.
     """
     train, infer = roles.train, roles.infer
     if train is None or train.info is None:
@@ -80,10 +82,10 @@ def compare_models(roles: Roles, top: Run | None) -> None:
 
 
 def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True) -> bool:
-    """Check that each token id of the student is the same token in `role`.
+    """Check that each token id of the student stands for the same token in `role`.
 
-    Return False if a file of `role` cannot be read.
-    A token that differs is an error; if `refuses` is False, it is a warning. All other differences are warnings.
+    A token that differs is an error, or a warning if `refuses` is False. All other differences are warnings. Returns
+    False if a file cannot be read.
     """
     if role.info is None or train.info is None:
         return False
@@ -119,9 +121,9 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
 
 
 def _has_other_tokens(train: Role, role: Role) -> bool:
-    """Return whether the teacher's tokens differ from the student's.
+    """Return whether the teacher's token ids differ from the student's.
 
-    If the tokens differ, check that both tokenizers can be aligned.
+    If they differ, this function also checks that the two tokenizers can be aligned.
     """
     if role.info is None or train.info is None:
         return False
@@ -171,7 +173,7 @@ def turn_end_warnings(plan: RunPlan) -> list[str]:
 
 
 def missing_templates(plan: RunPlan) -> list[str]:
-    """Return a problem for each teacher whose prompts need the chat template that its tokenizer lacks."""
+    """Return a problem for each teacher that needs the chat template of its tokenizer if this tokenizer has none."""
     found, of_rows = [], _templates(plan)
     for context in (teacher.context for teacher in plan.teachers):
         if context is None or context.tokenizer is None or has_chat_template(Path(context.tokenizer)):
@@ -188,8 +190,10 @@ def missing_templates(plan: RunPlan) -> list[str]:
 
 
 def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Path, *, learns: bool) -> str | None:
-    """Return a warning with a remedy if a turn ends without a stop token, else None. `learns`: the run is
-    supervised."""
+    """Return a warning with a remedy if a turn ends without a stop token, else None.
+
+    `learns` is True in a supervised run, in which the student is trained on the turns.
+    """
     if tokens.ids.intersection(end.ids) or any(stop in end.text for stop in stops):
         return None
     if end.ids:
@@ -236,7 +240,10 @@ def _of_rows(data: DataPlan) -> set[str]:
 
 
 def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:
-    """Return `output_dir` with `~` expanded; check that the run directory can be created and has room."""
+    """Return `output_dir` with `~` expanded.
+
+    This function also checks that the run directory can be created and that there is enough space for it.
+    """
     if not exp_name or "/" in exp_name or exp_name in (".", ".."):
         top.diag.error("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")
     elif len(os.fsencode(exp_name)) > MAX_NAME_BYTES:
@@ -265,8 +272,12 @@ def _check_place(top: Run, wanted: Path, student: ModelInfo | None) -> None:
 
 
 def read_resume(top: Run) -> bool | str:
-    """Return False (start from step 0), True (resume the experiment's newest checkpoint) or a directory to resume
-    from."""
+    """Return what a run resumes from.
+
+    - False: start from step 0.
+    - True: resume from the newest checkpoint of the experiment.
+    - a path: resume from this directory.
+    """
     if isinstance(top.resume_from_checkpoint, bool):
         return top.resume_from_checkpoint
     with top.diag.catching("resume_from_checkpoint"):

@@ -1,6 +1,6 @@
-"""Check whether a machine can run a plan, to report problems before an engine starts. Imports no torch.
+"""Check whether a machine can run a plan, so that problems are reported before an engine starts. Imports no torch.
 
-`roll-opd run` refuses a plan with problems. `roll-opd plan` only warns, as it may run on another machine.
+`roll-opd run` refuses a plan with problems. `roll-opd plan` only warns, because the plan may be for another machine.
 """
 
 from pathlib import Path
@@ -17,7 +17,10 @@ CPU_WIDTH = 32  # vLLM 0.32's CPU kernel of the gated delta rule needs a multipl
 
 
 def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
-    """Return the problems of a plan on a machine with `gpus` GPUs, for a run that starts its own Ray cluster."""
+    """Return the problems of a plan on a machine with `gpus` GPUs.
+
+    The run must start its own Ray cluster.
+    """
     if gpus:
         if plan.devices_per_node <= gpus:
             return []
@@ -26,7 +29,10 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
 
 
 def warnings_here(plan: RunPlan) -> list[str]:
-    """Return the problems of a plan on this machine; an empty list if the plan is for the GPUs of another machine."""
+    """Return the problems of a plan on this machine.
+
+    The list is empty if the plan is for the GPUs of another machine.
+    """
     gpus = hardware.gpus()
     if not gpus and (hardware.has_gpu_driver() or plan.device_memory_gb is not None):
         return []
@@ -35,7 +41,7 @@ def warnings_here(plan: RunPlan) -> list[str]:
 
 
 def other_blocks(plan: RunPlan) -> str | None:
-    """Return a warning for engines whose configured block size is replaced on CPUs; None if there are none."""
+    """Return a warning about engines whose block size is replaced on CPUs, or None if there are none."""
     changed = [
         f"{engine.name}.{OPTIONS}.block_size: {engine.engine_args['block_size']} is not supported on a CPU; the engine"
         f" uses {cpu_block(engine.engine_args)} here"
@@ -46,7 +52,10 @@ def other_blocks(plan: RunPlan) -> str | None:
 
 
 def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
-    """Return the problems of an engine on CPUs, from its options, its KV cache and its models' head sizes."""
+    """Return the problems of an engine on CPUs.
+
+    The options of the engine, its KV cache and the attention of its models are checked.
+    """
     if engine.engine_args.get("enable_chunked_prefill"):
         return [f"{engine.name}.{OPTIONS}.enable_chunked_prefill: breaks seeded sampling on a CPU; remove the key"]
     try:

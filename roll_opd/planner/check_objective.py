@@ -1,7 +1,7 @@
 """Check that the keys of the objective fit the mode and each other.
 
-Objectives are refused if they give no training signal, or a signal that differs from the configured signal. Keys
-without effect are reported.
+An objective is refused if it gives no training signal, or another signal than the configured one. Keys without effect
+are reported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,10 @@ NORMS = ("norm_mean_type", "norm_std_type")
 
 
 def check_objective(top: Top, mode: str, agentic: bool) -> None:
-    """Report keys that contradict the mode or have no effect in it, and objectives that are not available yet."""
+    """Report problems of the keys of the objective.
+
+    Keys may contradict the mode, may have no effect in it, or may select an objective that is not available yet.
+    """
     top.diag.unused(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
     if top.importance_sampling not in (None, "token", "seq"):
         top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
@@ -64,7 +67,7 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
 
 
 def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
-    """Yield the keys that have no effect, given the mode and the other keys."""
+    """Yield the keys that have no effect in this mode and with these other keys."""
     sampled = top.opd_objective == "sampled"
     if mode == "rl":
         yield from (
@@ -106,7 +109,7 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
 
 
 def _check_reward_part(top: Top, agentic: bool) -> None:
-    """Check the keys of a run with rewards: critic, normalised rewards, KLs to the reference policy."""
+    """Check the keys of a run with rewards: critic, normalisation of rewards, and KL to the reference policy."""
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
         top.diag.error(
             "critic_warmup",
@@ -144,7 +147,7 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
 
 
 def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
-    """Report masks that remove every sample, and masks that need rewards in a run without rewards.
+    """Report masks that remove every sample, and masks that need rewards if the run has none.
 
     `responses` is the number of responses per prompt.
     """
@@ -165,7 +168,7 @@ def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
 
 
 def _check_beside_teachers(top: Top, mode: str) -> None:
-    """Warn of keys that ROLL, unlike this package, applies to the teachers' part of an advantage."""
+    """Warn about keys that do not apply to the teachers' part of an advantage here, but do in ROLL."""
     if top.whiten_advantages:
         pure = mode == "pure"
         instead = "has no effect in pure distillation" if pure else "whitens only the reward's part of an advantage"
@@ -184,7 +187,7 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
 
 
 def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
-    """Report an advantage that needs rewards or states of single steps if the samples of the run have no steps.
+    """Report an advantage that needs the rewards or states of single steps if the samples of the run have no steps.
 
     `whole` are the tags whose samples are whole trajectories instead of steps.
     """
@@ -212,7 +215,7 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
 
 
 def _check_functions(top: Top, mode: str) -> None:
-    """Report combinations of loss, advantage and KL loss that train nothing or do not fit together."""
+    """Report combinations of policy loss, advantage and KL loss that train nothing or do not fit together."""
     advantage = "on_policy_distill" if mode == "pure" else top.adv_estimator
     measures_kl = top.use_kl_loss and mode != "pure"
     facts = loss_facts(top.policy_loss)
@@ -238,10 +241,11 @@ def _check_functions(top: Top, mode: str) -> None:
 
 
 def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> None:
-    """Check the keys that depend on the number of responses per prompt: baselines, and the adaptive KL's horizon.
+    """Check the keys that depend on the number of responses per prompt.
 
-    A group of one response has no baseline, unless groups are formed by tag. If the horizon is too short, one step
-    could reduce the coefficient of the adaptive KL to 0 or below.
+    These are the baseline and the horizon of the adaptive KL. A group of one response has no baseline, unless groups
+    are formed by tag. If the horizon is too short for the samples of a step, one step could reduce the coefficient of
+    the adaptive KL to 0 or below.
     """
     compares = advantage_facts(top.adv_estimator).baseline and not by_tag
     key = "train_env_manager.group_size" if agentic else "num_return_sequences_in_group"
@@ -262,9 +266,9 @@ def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> No
 
 
 def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
-    """Warn of rewards without effect on training.
+    """Warn about rewards without effect on training.
 
-    A reward has no effect if the loss reads no advantages and no filter selects samples by the reward.
+    A reward has no effect if the loss reads no advantages and no filter selects samples by this reward.
     """
     if top.policy_loss not in POLICY_LOSSES.builtin or loss_facts(top.policy_loss).reads_advantages:
         return
@@ -279,10 +283,10 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
 
 
 def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None:
-    """Refuse a run whose training signals all have the coefficient 0.
+    """Refuse a run in which the coefficients of all training signals are 0.
 
-    Missing teachers and rewards are reported elsewhere. A user's loss or advantage is accepted, because the samples may
-    be the only signal that it needs.
+    Missing teachers and rewards are reported elsewhere. A loss or advantage of the user is always accepted, because it
+    may need no signal except the samples.
     """
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
@@ -325,13 +329,13 @@ def _check_pure(top: Top) -> None:
 
 
 def _given(top: Top, key: str) -> object:
-    """Return the value of a key if the user or the algorithm has set it, else None."""
+    """Return the value of a key that the user or the algorithm has set, or None if the key is not set."""
     value = getattr(top, key)
     return value if key in top.written or value != getattr(Top, key) else None
 
 
 def _check_distillation(top: Top) -> None:
-    """Refuse teacher keys that give no training signal, or a signal that differs from the configured signal."""
+    """Refuse teacher keys that give no training signal, or another signal than the configured one."""
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:

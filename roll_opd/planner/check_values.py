@@ -1,6 +1,6 @@
 """Checks of values: lengths, sampling, batches and routing replay.
 
-The functions report problems to the sections. They raise no exception and read no files.
+These functions read no files and raise no exceptions. They report problems to the sections.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ MAX_SEQUENCES = 10**7  # sequences of a step, limited by the driver's memory
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a step with a rollout. A size is None if a problem with it was reported."""
+    """Sizes of a step with a rollout. A size is None if a problem with it has been reported."""
 
     n: int  # responses per prompt
     response: int | None  # tokens of the longest response
@@ -30,7 +30,7 @@ class Sizes:
 
 
 def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
-    """Return lengths and batch sizes; check that they fit the models and each other."""
+    """Return the lengths and batch sizes. Check that they fit the models and each other."""
     args = roles.infer.worker.generating_args if roles.infer else GeneratingArgs()
     n = _responses_per_prompt(top, args)
     held_out = _held_out_length(top)
@@ -47,7 +47,10 @@ def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
 
 
 def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
-    """Return the group size; if it is not set, the rollout's num_return_sequences."""
+    """Return the number of responses per prompt.
+
+    This is num_return_sequences_in_group or, if it is not set, the rollout's num_return_sequences.
+    """
     own, group = args.num_return_sequences, top.num_return_sequences_in_group
     if own is not None and group is not None and own != group:
         text = f"{own} contradicts num_return_sequences_in_group {group}; keep only one of these keys"
@@ -56,7 +59,11 @@ def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
 
 
 def _response_length(top: Top, args: GeneratingArgs) -> int | None:
-    """Return the maximum tokens of a response: response_length, or sequence_length minus the prompt's length."""
+    """Return the maximum number of tokens in a response.
+
+    This is response_length, or sequence_length minus prompt_length. A smaller `max_new_tokens` of the rollout applies
+    instead.
+    """
     written, length = args.max_new_tokens, top.response_length
     if length is None and top.sequence_length is not None:
         length = top.sequence_length - top.prompt_length
@@ -86,9 +93,10 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
 
 
 def _held_out_length(top: Top) -> int | None:
-    """Return the configured maximum tokens of an answer in validation; None if the maximum of training applies.
+    """Return the configured maximum number of tokens in an answer in validation.
 
-    val_sequence_length minus val_prompt_length overrides all other keys, as in ROLL.
+    The result is None if the maximum of training applies. val_sequence_length minus val_prompt_length overrides all
+    other keys, as in ROLL.
     """
     args = top.validation.generating_args if top.validation else GeneratingArgs()
     written, prompt, both = args.max_new_tokens, top.val_prompt_length, top.val_sequence_length
@@ -111,7 +119,10 @@ def _held_out_length(top: Top) -> int | None:
 
 
 def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, held_out: int | None) -> None:
-    """Check the lengths of responses and of `held_out` answers against the models and max_model_len."""
+    """Check the lengths of responses and of held-out answers against the models and max_model_len.
+
+    `held_out` is the length of held-out answers, or None if it is the same as in training.
+    """
     infer, key = roles.infer, args.diag.at("max_new_tokens") if args.max_new_tokens else "response_length"
     its_own = "val_sequence_length" if top.val_sequence_length else "validation.generating_args.max_new_tokens"
     for new, its_key in ((response, key), (held_out, its_own)):
@@ -140,9 +151,9 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
 
 
 def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -> None:
-    """Check the maximum number of tokens in an engine step, as vLLM's `SchedulerConfig.verify_max_model_len` does.
+    """Check the maximum number of tokens in an engine step, like vLLM's `SchedulerConfig.verify_max_model_len`.
 
-    On CPUs, an engine never splits a prompt, and the default of `max_num_seqs` differs.
+    An engine on CPUs never splits a prompt, and its default of `max_num_seqs` is different.
     """
     key, args, longest = f"{OPTIONS}.max_num_batched_tokens", engine.engine_args, engine.max_model_len
     tokens, sequences, whole = args.get("max_num_batched_tokens"), args.get("max_num_seqs"), "enable_chunked_prefill"
@@ -164,7 +175,10 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
 
 
 def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:
-    """Check that `tokens` fit into the positions of every model; `what` names the tokens in the error message."""
+    """Check that a sequence of `tokens` tokens fits into the positions of every model.
+
+    `what` describes the tokens in the error message.
+    """
     models = {role.info.path: role.info for role in roles if role.info}
     small = [info for info in models.values() if tokens > info.max_positions]
     if small:
@@ -175,7 +189,10 @@ def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: st
 
 
 def _check_sampling(args: GeneratingArgs) -> None:
-    """Check the rollout's sampling: refuse greedy decoding; warn if settings change the model's distribution."""
+    """Check the sampling of the rollout.
+
+    Greedy decoding is refused. Settings that change the distribution of the model cause a warning.
+    """
     if args.temperature == 0:
         args.diag.error("temperature", "0 does not sample: the student would train on a single answer; use 1")
     reshaped = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
@@ -190,12 +207,15 @@ def _check_sampling(args: GeneratingArgs) -> None:
 
 
 def demonstration_rows(mini_batch: int, share: float) -> int:
-    """Return the number of demonstrations among the sequences of an update."""
+    """Return the number of demonstrations in an update of `mini_batch` sequences."""
     return round(mini_batch * share)
 
 
 def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
-    """Return the number of sequences in an update over `dp` data-parallel ranks, and its computation as text."""
+    """Return (sequences, text): the number of sequences in an update, and its computation as text.
+
+    `dp` is the number of data-parallel ranks.
+    """
     device, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     arithmetic = (
         f"(per_device_train_batch_size {device} x gradient_accumulation_steps {steps} x data-parallel size {dp})"
@@ -206,9 +226,9 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
 def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
     """Return the number of sequences in one optimizer update, over all data-parallel ranks.
 
-    The fraction `share` of these sequences are demonstrations, and the others are samples of the step. An agentic run
-    does not know in advance how many samples a trajectory has. There, a step that is not a multiple of the mini-batch
-    is only a warning.
+    The fraction `share` of these sequences are demonstrations. The others are samples of the step. A step must be a
+    multiple of the mini-batch. In an agentic run this is only a warning, because the number of samples per trajectory
+    is not known in advance.
     """
     if train.strategy.layout is None:
         return None
@@ -252,7 +272,10 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
 
 
 def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
-    """Return (rows of a step, rows of an optimizer update) of a run on rows with answers."""
+    """Return (step, update) for a run on rows with answers.
+
+    These are the number of rows in a step and the number of rows in an optimizer update.
+    """
     dp = train.strategy.layout.dp if train.strategy.layout else 1
     update, arithmetic = _per_update(train.worker.training_args, dp)
     rows = top.train_batch_size or update
@@ -266,7 +289,7 @@ def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
 
 
 def _fitting(sequences: int, share: int) -> str:
-    """Return advice for an error message: values of gradient_accumulation_steps that fit, or another key to change."""
+    """Return advice for an error message: fitting values of gradient_accumulation_steps, or another key to change."""
     if sequences % share:
         return f"make the sequences per step a multiple of {share}, or change device_mapping"
     steps = sequences // share
@@ -277,7 +300,7 @@ def _fitting(sequences: int, share: int) -> str:
 def check_micro_batches(roles: Sequence[Role], longest: int, answers: int = 0) -> None:
     """Check that the longest sequence fits into a micro-batch.
 
-    In training, all `answers` of a row must fit into one micro-batch together.
+    In training, the answers of a row stay together in a micro-batch. `answers` is the number of answers in a row.
     """
     what = "one sequence of prompt + " + ("answer" if answers else "response")
     for role in roles:
@@ -298,7 +321,10 @@ def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) 
 
 
 def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
-    """Return (key, value) of the token limit of a micro-batch; ("", None) if the limit is a number of sequences."""
+    """Return (key, value) of the limit on the tokens of a micro-batch.
+
+    The result is ("", None) if the limit is a number of sequences.
+    """
     job = "train" if training else "infer"
     if getattr(worker, f"use_dynamic_batching_in_{job}"):
         key = f"max_tokens_per_microbatch_in_{job}"
@@ -310,7 +336,10 @@ def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
 
 
 def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
-    """Return the limit of a micro-batch: tokens with dynamic batching or sequence packing, sequences otherwise."""
+    """Return the limit of a micro-batch.
+
+    It is a number of tokens with dynamic batching or sequence packing. Otherwise it is a number of sequences.
+    """
     if tokens := _token_limit(worker, training)[1]:
         return MicroBatchLimits(tokens=tokens)
     size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size
@@ -318,7 +347,7 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
 
 
 def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
-    """Refuse routing replay in workflows and environments, because no routes are recorded for their turns."""
+    """Refuse routing replay in workflows and environments, because routes are not recorded for their turns."""
     if workflow and train and train.worker.router_replay.mode != "disable":
         train.worker.diag.error(
             ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; use disable"
@@ -326,9 +355,10 @@ def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
 
 
 def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
-    """Refuse routing replay without a rollout, in a role that is not the student's, and for a model without experts.
+    """Refuse routing replay where it cannot work.
 
-    `train` and `infer` are the student's roles. A role is None in a supervised run, and if it could not be read.
+    It needs a rollout, the student's roles, the same mode in both of these roles, and a model with experts. `train` and
+    `infer` are the student's roles. They are None in a supervised run, or if the role could not be read.
     """
     students = [role.worker for role in (train, infer) if role]
     for worker in workers:

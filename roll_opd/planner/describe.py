@@ -1,4 +1,4 @@
-"""Convert a `RunPlan` to plain data, as `roll-opd plan --json` prints it; `plan_text` writes the plan as text."""
+"""Convert a `RunPlan` to plain data for `roll-opd plan --json`. `plan_text` writes the plan as text instead."""
 
 from dataclasses import asdict
 from typing import Any
@@ -24,11 +24,14 @@ OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
-    A role has the keys `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`; a teacher
-    also has `context` and `follows_student`. `memory_bytes_per_rank` is the memory of the largest pipeline stage;
-    `memory_bytes_of_stages` lists the parts of each stage. Both are in bytes. Keys that do not apply are null.
-    For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a reward names to its
-    `teachers` and `rewards`; the key "*" stands for all other tags.
+    A role has the keys `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`. A teacher
+    also has `context` and `follows_student`. Keys that do not apply are null.
+
+    - `dp`: for the rollout, the number of engines.
+    - `memory_bytes_per_rank`: memory of the largest pipeline stage, in bytes.
+    - `memory_bytes_of_stages`: parts of the memory of each stage, in bytes.
+    - `routing`: map from each tag that a teacher or a reward names to its `teachers` and `rewards`. The key "*" stands
+      for all other tags.
     """
     return {
         "mode": plan.mode,
@@ -80,7 +83,10 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
 
 
 def _external(teacher: TeacherPlan, source: ExternalPlan) -> dict[str, Any]:
-    """Return the data of a teacher without devices: the keys that other roles have, and its source's settings."""
+    """Return the data of a teacher without devices.
+
+    It has the same keys as other roles, and also the settings of the teacher's source.
+    """
     fields = {
         "strategy": "",
         **dict.fromkeys(SIZES, ""),
@@ -110,7 +116,11 @@ def _reward(reward: RewardPlan) -> dict[str, Any]:
 
 
 def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
-    """Return a map from each configured or played tag to its teachers and rewards; OTHER_TAGS stands for other tags."""
+    """Return a map from tags to the names of their teachers and rewards.
+
+    The map has every tag of an environment, and every tag that a teacher or reward names. OTHER_TAGS stands for all
+    other tags.
+    """
     routed: tuple[TeacherPlan | RewardPlan, ...] = (*plan.teachers, *plan.rewards)
     named = dict.fromkeys([*plan.data.environments, *(tag for one in routed for tag in one.tags or ())])
     routes = {}

@@ -1,7 +1,7 @@
-"""Devices (or CPU slots) of a role, from its `device_mapping`.
+"""The devices (or CPU slots) of a role, read from its `device_mapping`.
 
-ROLL users write Python in a string, such as "list(range(0, 8)) + [12, 13]". The text is parsed and interpreted
-node by node; it is never evaluated.
+ROLL users write Python in a string, such as "list(range(0, 8)) + [12, 13]". The string is parsed, and its syntax tree
+is interpreted node by node. It is never evaluated as Python code.
 """
 
 import ast
@@ -12,10 +12,10 @@ ACCEPTED = 'write it as "list(range(0,8))", "range(0,8)", "[0,1,2]" or a YAML li
 
 
 def parse_device_mapping(value: str | int | Sequence[int]) -> tuple[int, ...]:
-    """Return the device numbers that `value` lists, in the written order.
+    """Return the device numbers that `value` lists, in the same order.
 
-    Raises ValueError, with a sentence for the user, if the list is empty, lists a device twice, or contains anything
-    but non-negative whole numbers.
+    Raises ValueError if the list is empty, if it contains a device twice, or if it contains anything but non-negative
+    whole numbers. The message is a sentence for the user.
     """
     devices = _parse_text(value) if isinstance(value, str) else _literal_list(value)
     if not devices:
@@ -60,7 +60,7 @@ def _parse_text(text: str) -> list[int]:
 
 
 def _interpret(node: ast.expr, text: str) -> int | list[int]:
-    """Return the value of a syntax node; only lists, range() and sums are accepted."""
+    """Return the value of a node of the syntax tree. Only lists, range() and sums are accepted."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value

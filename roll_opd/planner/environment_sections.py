@@ -1,6 +1,6 @@
-"""Plan runs in environments from ROLL's sections: the games, the numbers of trajectories and their baselines.
+"""Plan runs in environments from the sections of ROLL: games, numbers of trajectories, and baselines.
 
-A group of trajectories is planned as a prompt with `group_size` responses. `environment_workflow` plays these
+A group of trajectories is planned like a prompt with `group_size` responses. `environment_workflow` plays the
 trajectories.
 """
 
@@ -56,15 +56,14 @@ UNREAD = {  # key of a run over prompts -> its replacement in environments
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration is for a run in environments. In ROLL, this depends on the started script."""
+    """Whether a configuration is for a run in environments. In ROLL, the script that the user starts decides this."""
     return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in SECTIONS)
 
 
 def with_sampling(sections: Sections) -> None:
-    """If the rollout has no generating_args, set them to `train_env_manager.generating_args`.
+    """Give the rollout the generating_args of `train_env_manager` if it has none, and report sections without effect.
 
-    Older configuration files of ROLL need this. A turn has one response, whatever `num_return_sequences` is. The
-    function also reports sections that have no effect.
+    Older configuration files of ROLL need this. `num_return_sequences` is removed, because a turn has one response.
     """
     top = sections.top
     played = top.train_env_manager if isinstance(top, Top) else None
@@ -88,7 +87,7 @@ def with_sampling(sections: Sections) -> None:
 
 
 def _report_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
-    """Report keys of `train_env_manager.generating_args` that the rollout's generating_args override."""
+    """Report the keys of `train_env_manager.generating_args` that the rollout's generating_args override."""
     for key in sorted(own.written - {"num_return_sequences"}):
         overridden, value = getattr(own, key), getattr(args, key)
         if overridden != value:
@@ -98,10 +97,10 @@ def _report_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
 
 
 def expanded(top: Top, args: GeneratingArgs | None) -> Top:
-    """Return `top` with the keys of a run over prompts filled in: groups, responses, lengths, workflow and baselines.
+    """Return `top` with the keys that a run over prompts has: groups, responses, lengths, workflow and baselines.
 
-    `args` are the rollout's generating_args. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens`
-    limits one turn, and all tokens before a turn are its prompt.
+    `args` are the generating_args of the rollout. `rollout_batch_size` counts trajectories, as in ROLL.
+    `max_new_tokens` limits a single turn, and all tokens before a turn count as its prompt.
     """
     played = top.train_env_manager or EnvironmentsPlayed()
     values: dict[str, Any] = {"num_return_sequences_in_group": played.group_size, "workflow": WORKFLOW}
@@ -135,7 +134,7 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
 
 
 def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool) -> None:
-    """Check an environment's manager, templates and declared arguments."""
+    """Check the manager, the templates and the declared arguments of an environment."""
     if text := manager_problem(environment["env_manager_cls"]):
         diag.error("env_manager_cls", text)
         return  # which fields a template may have depends on the manager
@@ -170,7 +169,7 @@ def _tags(top: Top) -> list[str]:
 
 
 def _tool(top: Top, tag: str) -> dict[str, Any]:
-    """Return the arguments of ROLL's `tool_wrapper` for an environment with a Python tool."""
+    """Return the arguments of an environment that has a Python tool, read from ROLL's `tool_wrapper`."""
     environment = _environment(top, tag)
     if not environment.tool_wrapper:
         return {}
@@ -195,7 +194,10 @@ def _environment(top: Top, tag: str) -> EnvironmentKeys:
 
 
 def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
-    """Return prompt_length and response_length, whose sum is sequence_length, the length of a whole trajectory."""
+    """Return prompt_length and response_length.
+
+    response_length is the length of a turn. The two add up to sequence_length, the length of a whole trajectory.
+    """
     turns = [environment.max_tokens_per_step for environment in (top.custom_envs or {}).values()]
     most = max((turn for turn in turns if turn), default=None)
     turn = args.max_new_tokens if args and args.max_new_tokens else most
@@ -211,7 +213,7 @@ def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
 
 
 def _levels(top: Top) -> dict[str, Any]:
-    """Return norm_mean_type and norm_std_type: the levels at which rewards are normalised. See also `compared`."""
+    """Return norm_mean_type and norm_std_type, the levels at which rewards are normalised. See also `compared`."""
     normalised = top.reward_normalization
     level = "batch" if normalised.grouping == "batch" else "group"
     by_method: dict[str, tuple[str | None, str | None]] = {
@@ -224,7 +226,7 @@ def _levels(top: Top) -> dict[str, Any]:
 
 
 def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
-    """Return the objective with two more fields set: the groups of level `group`, and bounds of normalised rewards."""
+    """Return the objective with the groups in which rewards are compared, and with the bounds of normalised rewards."""
     normalised = top.reward_normalization
     return replace(
         plan,
@@ -246,9 +248,10 @@ def data(top: Top) -> DataPlan:
 
 
 def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
-    """Return (tasks, sampling) of validation, by default the same as in training; None without val_env_manager.
+    """Return the plan of validation, or None if the configuration has no val_env_manager with tags.
 
-    `args` are the rollout's generating_args, and `response` is the number of tokens of a turn.
+    Tasks and sampling are the same as in training by default. `args` are the generating_args of the rollout, and
+    `response` is the number of tokens of a turn.
     """
     played, section = top.val_env_manager, top.validation
     if section:

@@ -1,4 +1,4 @@
-"""Set unset keys to the values that an `algorithm_type`, Trinity-RFT's keys and the mode imply."""
+"""Fill in unset keys with the values that follow from `algorithm_type`, from keys of Trinity-RFT, and from the mode."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,10 @@ RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn
 
 
 def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
-    """Return `top` with values for its unset keys, from its algorithm, its functions' arguments and the mode.
+    """Return `top` with values for unset keys.
 
-    The result has `policy_loss` and, except in pure distillation, `adv_estimator`.
+    The values follow from the algorithm, from the arguments of the loss and advantage functions, and from the mode.
+    After this, `policy_loss` is set and, except in pure distillation, `adv_estimator` too.
     """
     row = None
     if top.algorithm_type is not None:
@@ -57,7 +58,7 @@ def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
 
 
 def _variant(top: Top, workers: Mapping[str, Worker | None]) -> "Variant | None":
-    """Return the policy loss of ROLL's `pg_variant`; None if the configuration has no such key."""
+    """Return the policy loss that ROLL's `pg_variant` selects, or None if the configuration has no such key."""
     if top.pg_variant is None and not any(worker.written & PG_KEYS for worker in workers.values() if worker):
         return None
     from roll_opd.compat.pg_variants import read_variant  # imported only for configurations with such keys
@@ -66,7 +67,7 @@ def _variant(top: Top, workers: Mapping[str, Worker | None]) -> "Variant | None"
 
 
 def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[str, Any]:
-    """Return the values that the policy loss implies. An algorithm, a key or a pg_variant names the policy loss."""
+    """Return the keys that follow from the policy loss. An algorithm, a key or a pg_variant selects the policy loss."""
     ours = top.policy_loss
     if ours is not None and not top.diag.is_one_of("policy_loss", ours, POLICY_LOSSES.builtin):
         return {}
@@ -114,7 +115,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
 
 
 def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
-    """Return the values that the advantage estimator implies. An algorithm or a key names the estimator."""
+    """Return the keys that follow from the advantage estimator. An algorithm or a key selects the estimator."""
     roll, roll_names = top.adv_estimator, (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)
     if roll is not None and not top.diag.is_one_of("adv_estimator", roll, roll_names):
         return {}
@@ -155,7 +156,7 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
 
 
 def _known(top: Top, key: str, registry: Registry[Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments under the names of this package; report unknown arguments and wrong types."""
+    """Return the arguments with the names that this package uses. Report unknown arguments and wrong types."""
     defaults, ours = registry.defaults(name), dict(merged_arguments(given, {})[0])
     unknown = merged_arguments(given, defaults)[1]
     for argument in unknown:

@@ -33,7 +33,10 @@ def http_plan(role: Role, keys: HttpKeys) -> HttpPlan:
 
 
 def check_http_teachers(roles: Roles, top: Top) -> None:
-    """Check the addresses of teachers, and whether their servers compute the log-probs that the objective needs."""
+    """Check the teachers that are reached over HTTP.
+
+    Their addresses must be valid, and their servers must compute the log-probs that the objective needs.
+    """
     temperature = roles.infer.worker.generating_args.temperature if roles.infer else 1.0
     for role in roles.teachers.values():
         keys = http_keys(role)
@@ -74,7 +77,7 @@ def _check_addresses(keys: HttpKeys) -> None:
 
 
 def _check_targets(role: Role, keys: HttpKeys, top: Top) -> None:
-    """Refuse objectives whose targets the server cannot compute."""
+    """Refuse an objective with targets that the server cannot compute."""
     if top.opd_objective == "full":
         role.diag.error(
             SERVER,

@@ -1,4 +1,4 @@
-"""Find keys that a role does not read, and hints for keys that are misspelt or in the wrong section."""
+"""Find keys that a role does not read, and give hints for keys that are misspelt or in the wrong section."""
 
 from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cache
@@ -72,7 +72,10 @@ def has_effect(key: str, kind: str) -> bool:
 
 
 def unread(worker: Worker, kind: str) -> list[str]:
-    """Return the keys that a role of this kind does not read although their values differ from the defaults."""
+    """Return the keys that are set in a role but that a role of this kind does not read.
+
+    A key counts as set if its value differs from the default.
+    """
     default = type(worker)()
     changed = [name for name in keys_of(Worker) if getattr(worker, name, None) != getattr(default, name, None)]
     return [name for name in changed if name not in CHECKED and not has_effect(name, kind)]
@@ -81,10 +84,10 @@ def unread(worker: Worker, kind: str) -> list[str]:
 def typing_error(
     path: str, key: str, value: Any, known: set[str], written: Set[str] = frozenset(), *, may_be_variable: bool = False
 ) -> str | None:
-    """Return the error for an unknown key; None if the key resembles no known key and may be the name of a variable.
+    """Return the error for an unknown key, or None if the key resembles no known key.
 
-    `may_be_variable` is true for a key at the top of a file. Such a key may define a variable, unless its value is a
-    role.
+    `may_be_variable` is True for a key at the top of a file. Such a key may define a variable, so it is accepted if it
+    resembles no known key and its value is not a role.
     """
     if not path and may_be_variable and not _is_of_role(key):
         place = None
@@ -104,7 +107,7 @@ def typing_error(
 
 
 def _home(place: Place) -> str:
-    """Return the words that precede the full path of a key in an error about an unknown top-level key."""
+    """Return the words before the full path of a key in the error about an unknown top-level key."""
     if not _is_role(place[0]):
         return "write it at "
     section = ".".join(place[1:])
@@ -113,21 +116,21 @@ def _home(place: Place) -> str:
 
 
 def _best_place(path: Place, key: str, written: Set[str]) -> Place | None:
-    """Return the section nearest to `path` in which a key has an effect; None if the key has no effect anywhere."""
+    """Return the section nearest to `path` in which a key has an effect, or None if there is no such section."""
     found = [_named(place, path) for place, keys in _places(path, written) if key in keys and _is_read(place, key)]
     found = [place for place in found if place != path]
     return max(found, key=lambda place: _shared(place, path), default=None)
 
 
 def _shared(one: Place, other: Place) -> int:
-    """Return how many leading parts of two places are equal."""
+    """Return the number of leading parts that two paths have in common."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _named(place: Place, path: Place) -> Place:
-    """Return `place` with each `NAME` replaced by the part of `path` in the same position.
+    """Return `place` with each `NAME` replaced by the part of `path` at the same position.
 
-    A `NAME` stays if the parts before it are not the parts of `path`, that is, if `path` is in another section.
+    A `NAME` is replaced only if all parts before it are the same in both. Otherwise `path` is in another section.
     """
     found: Place = ()
     for number, part in enumerate(place):
@@ -144,9 +147,10 @@ def _is_read(place: Place, key: str) -> bool:
 
 
 def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
-    """Yield (section, keys of the section) for a configuration with the top-level keys `written`.
+    """Yield (place, keys) for each section that a configuration can have.
 
-    The sections in which a misplaced key is likely to belong come first.
+    `written` has the top-level keys of the configuration. The sections to which a misplaced key is likely to belong
+    come first.
     """
     train, infer = (
         next((names[at] for names in (PURE_ROLES, MIXED_ROLES) if names[at] in written), None) for at in (0, 1)
@@ -178,7 +182,7 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
 
 
 def _tree(section: type[Section], root: Place) -> Mapping[Place, Set[str]]:
-    """Return a map from the place of a section to its keys, for `section` and all sections inside it."""
+    """Return a map from the place of each section to its keys, for `section` and all sections inside it."""
     found: dict[Place, Set[str]] = {root: keys_of(section).keys()}
     for key, annotation in keys_of(section).items():
         for inside, names in _sections(annotation):
@@ -187,7 +191,10 @@ def _tree(section: type[Section], root: Place) -> Mapping[Place, Set[str]]:
 
 
 def _sections(annotation: Any) -> Iterator[tuple[type[Section], Place]]:
-    """Yield (section, path below the key) for the sections in a type annotation. The path has a name or a number."""
+    """Yield (section, path) for each section in a type annotation.
+
+    The path is relative to the key. It contains `NAME` for the keys of a map, and "0" for the items of a tuple.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, ()
     names: Place = (NAME,) if get_origin(annotation) is dict else ("0",) if get_origin(annotation) is tuple else ()
@@ -197,7 +204,7 @@ def _sections(annotation: Any) -> Iterator[tuple[type[Section], Place]]:
 
 @cache
 def _is_of_role(key: str) -> bool:
-    """Whether a section of a role declares a key."""
+    """Whether one of the sections of a role declares a key."""
     sections = ("", "model_args", "training_args", "data_args", "generating_args")
     tree = _tree(TeacherWorker, (TEACHER,))
     return any(key in keys for place, keys in tree.items() if ".".join(place[1:]) in sections)

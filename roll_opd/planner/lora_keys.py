@@ -24,7 +24,7 @@ NEVER = ("additional_target", "freeze_module_prefix")
 
 
 def read_lora(args: ModelArgs) -> LoraPlan | None:
-    """Return the plan of a trained role's adapters; None if the role has no adapters. Report problems."""
+    """Return the plan of the adapters of a trained role, or None if the role has no adapters. Report problems."""
     diag = args.diag
     if args.lora_dropout:
         diag.error("lora_dropout", f"{args.lora_dropout}: log-probs of a model under dropout are not defined; use 0")
@@ -48,19 +48,22 @@ def read_lora(args: ModelArgs) -> LoraPlan | None:
 
 
 def check_experts(lora: LoraPlan, args: ModelArgs) -> None:
-    """Refuse adapters of expert layers in a model with experts."""
+    """Refuse adapters of expert layers.
+
+    `lora` is the plan of the adapters of a model with experts.
+    """
     if of_mlp := [name for name in lora.targets if name not in ATTENTION]:
         text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(ATTENTION)}"
         args.diag.unsupported(adapter_key(args) or "lora_rank", text)
 
 
 def adapter_key(args: ModelArgs) -> str | None:
-    """Return the first key of a section that requests an adapter; None if no key does."""
+    """Return the first key of a section that asks for an adapter, or None if no key does."""
     return None if args.lora_rank == 0 else next((key for key in KEYS if getattr(args, key)), None)
 
 
 def _as_written(args: ModelArgs, plan: LoraPlan) -> LoraPlan:
-    """Return the plan of the initial adapter; refuse written keys that contradict it."""
+    """Return the plan of the initial adapter. Refuse keys of the user that contradict it."""
     written = {
         "lora_rank": (args.lora_rank, plan.rank),
         "lora_alpha": (args.lora_alpha, plan.alpha),
@@ -74,7 +77,7 @@ def _as_written(args: ModelArgs, plan: LoraPlan) -> LoraPlan:
 
 
 def _written(args: ModelArgs) -> tuple[str, ...]:
-    """Return the names in `lora_target`."""
+    """Return the names of layers and groups that the user has written in `lora_target`."""
     target = args.lora_target or ()
     named = target.split(",") if isinstance(target, str) else target
     return tuple(name.strip() for name in named if name.strip())
@@ -85,6 +88,6 @@ def _unknown(names: Iterable[str]) -> list[str]:
 
 
 def _expanded(names: Iterable[str]) -> tuple[str, ...]:
-    """Return layers in the order of `LINEAR`, with names of groups replaced by their layers."""
+    """Return the layers that `names` stand for, in the order of `LINEAR`. The name of a group stands for its layers."""
     named = {one for name in names for one in GROUPS.get(name, (name,))}
     return tuple(name for name in LINEAR if name in named)

@@ -1,4 +1,4 @@
-"""Plan the objective of a run with rollouts, and the correction for log-probs that differ between engines."""
+"""Plan the objective of a run with rollouts, and the correction of log-prob differences between the engines."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,9 +30,12 @@ BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}
 
 
 def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size: int) -> ObjectivePlan:
-    """Return the objective of a run with `updates` optimizer updates a step.
+    """Return the objective of a run with rollouts.
 
-    `vocab_size` is the number of token ids that student and teachers share.
+    Args:
+        updates: number of optimizer updates per step.
+        response: maximum number of tokens in a response.
+        vocab_size: number of token ids that student and teachers share.
     """
     assert top.policy_loss
     pure = mode == "pure"
@@ -74,7 +77,7 @@ def _max_age(top: Top) -> int:
 
 
 def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
-    """Return the objective with the reward's part added: advantages, and KLs to the reference policy."""
+    """Return the objective with the part that the reward needs: advantages, and KL to the reference policy."""
     assert top.adv_estimator
     name, mean, std = top.adv_estimator, top.norm_mean_type, top.norm_std_type
     if name == "grpo":  # grpo compares within a group by definition; an explicit null switches that off
@@ -100,11 +103,11 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
 
 
 def _clip_range(top: Top) -> tuple[float, float]:
-    """Return a ratio's clip range below and above 1: pg_clip, or pg_clip_low and pg_clip_high if these apply.
+    """Return (low, high): how far the ratio may be below and above 1 before it is clipped.
 
-    `pg_clip_low` and `pg_clip_high` apply if `use_pg_clip_range` is true (default 0.2), as in ROLL. If
-    `use_pg_clip_range` is unset, both keys (default: `pg_clip`) also apply if a key that ROLL does not have selects the
-    loss.
+    Both are `pg_clip`, unless `pg_clip_low` and `pg_clip_high` apply. These two keys apply if `use_pg_clip_range` is
+    true, as in ROLL; their default is then 0.2. They also apply if `use_pg_clip_range` is unset and the loss is
+    selected by a key that ROLL does not have; their default is then `pg_clip`.
     """
     if not _reads_clip_range(top):
         return top.pg_clip, top.pg_clip
@@ -130,18 +133,18 @@ def check_clip_range(top: Top) -> None:
 
 
 def has_norm_levels(advantage: str) -> bool:
-    """Whether `norm_mean_type` and `norm_std_type` are arguments of a built-in advantage."""
+    """Whether a built-in advantage takes the levels that `norm_mean_type` and `norm_std_type` set."""
     levels = {"mean_cal_level", "std_cal_level"}
     return advantage in ADVANTAGES.builtin and levels <= ADVANTAGES.defaults(advantage).keys()
 
 
 def keys_of_steps(advantage: str) -> set[str]:
-    """Return the keys of step rewards that a built-in advantage takes as arguments."""
+    """Return the keys about step rewards that a built-in advantage takes as arguments."""
     return set(STEP_KEYS & ADVANTAGES.defaults(advantage).keys()) if advantage in ADVANTAGES.builtin else set()
 
 
 def check_correction(top: Top, mode: str) -> None:
-    """Refuse a train_infer_correction that contradicts itself, has no effect or removes every token."""
+    """Refuse a train_infer_correction that contradicts itself, has no effect, or removes every token."""
     correction = top.train_infer_correction
     weight = correction.is_weight
     if weight.enabled:
@@ -177,7 +180,10 @@ def check_correction(top: Top, mode: str) -> None:
 
 
 def check_quantised(options: Mapping[str, object], diag: Diagnostics, top: Top) -> None:
-    """Warn if an inference engine's `options` quantise the student's weights and the run has no correction."""
+    """Warn if an inference engine quantises the student's weights and the run has no correction.
+
+    `options` are the options of the engine.
+    """
     key = "quantization"
     if options.get(key) and read_correction(top) is None:
         diag.note(
@@ -188,7 +194,7 @@ def check_quantised(options: Mapping[str, object], diag: Diagnostics, top: Top) 
 
 
 def read_correction(top: Top) -> CorrectionPlan | None:
-    """Return the correction that is enabled; None if no correction is enabled."""
+    """Return the plan of the enabled correction, or None if no correction is enabled."""
     correction = top.train_infer_correction
     filters = tuple(read for rule in correction.filters for read in _filters(rule))
     weight, delta = correction.is_weight, correction.negatives_delta
@@ -199,7 +205,10 @@ def read_correction(top: Top) -> CorrectionPlan | None:
 
 
 def _bounds(weight: ImportanceWeight) -> tuple[float | None, float | None]:
-    """Return the (lower, upper) bound of a weight. A written null means no bound; an unwritten key has its default."""
+    """Return (lower, upper), the bounds of an importance weight.
+
+    A key that is written as null means that there is no bound. A key that is not written has its default.
+    """
     low, high = BOUNDS[weight.method]
     return (
         weight.lower_bound if "lower_bound" in weight.written else low,

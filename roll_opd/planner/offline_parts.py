@@ -32,7 +32,7 @@ class OfflineParts:
 
 
 def read(top: OfflineDistill, train: Role) -> OfflineParts:
-    """Return the checked parts; report problems at their keys."""
+    """Return the checked parts. Problems are reported at their keys."""
     if train.worker.data_args.file_name:
         train.worker.data_args.diag.error("file_name", "has no effect, as the rows come from teacher.files; remove it")
     if top.algorithm_type:

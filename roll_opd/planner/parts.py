@@ -46,16 +46,16 @@ JUDGE_TOKENS = 1024  # assumed tokens of a judge's instructions, and of a judge'
 
 
 def environment(*sections: Run | Worker) -> FrozenDict:
-    """Return the environment variables of sections; later sections override earlier ones."""
+    """Return the environment variables that sections set. Later sections override earlier sections."""
     return FrozenDict({name: str(value) for section in sections for name, value in section.system_envs.items()})
 
 
 def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
     """Return the plan of a Megatron role.
 
-    Log-probs of a frozen model are normalised over the token ids that the model shares with `student`. For a model with
-    another tokenizer, they are normalised over all of its token ids, because its token ids do not stand for the
-    student's tokens.
+    The log-probs of a frozen model are normalised over the token ids that it shares with `student`. If the model has
+    another tokenizer, its ids do not stand for the student's tokens, so the log-probs are normalised over all of its
+    ids.
     """
     assert role.info and role.strategy.devices and role.strategy.layout
     scored = student.info if student and student.info and not role.is_aligned else role.info
@@ -75,9 +75,10 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
     """Return the plan of a trained role.
 
     Args:
-        mini_batch: sequences of an update.
-        total: updates of the run.
-        answers: number of sequences that stay together in a micro-batch; a limit in sequences counts them as one.
+        mini_batch: number of sequences in an update.
+        total: number of updates in the run.
+        answers: number of sequences that stay together in a micro-batch. If a micro-batch is limited by a number of
+            sequences, these sequences count as one.
     """
     args, limits = role.worker.training_args, micro_batch(role.worker, True)
     if limits.sequences:
@@ -101,7 +102,10 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
 
 
 def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
-    """Return the fields of an `OptimizerPlan` that describe the learning-rate schedule of `total` updates."""
+    """Return the fields of `OptimizerPlan` that describe the learning-rate schedule.
+
+    `total` is the number of updates in the run.
+    """
     style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
@@ -141,7 +145,10 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
 
 
 def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:
-    """Return a teacher's plan; the coefficient comes from the teacher's section, else from the top level."""
+    """Return the plan of a teacher.
+
+    The coefficient is the `opd_kl_coef` of the teacher's section or, if it is not set, of the top level.
+    """
     own = role.worker.opd_kl_coef
     return TeacherPlan(
         name=name,
@@ -164,9 +171,12 @@ def _teacher_source(role: Role, top: Top, student: Role) -> TeacherSource:
 
 
 def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
-    """Return the plan of the student's engines, which sample `n` responses per prompt.
+    """Return the plan of the student's engines.
 
-    A response has up to `response` tokens in training, and up to `held_out` tokens in validation.
+    Args:
+        n: number of responses per prompt.
+        response: maximum number of tokens in a response in training.
+        held_out: maximum number of tokens in a response in validation.
     """
     sampling = sampling_plan(role.worker.generating_args, n, response)
     plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
@@ -184,7 +194,10 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
 
 
 def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:
-    """Return the plan of a judge's engines. A judge reads question, prompt, response and the final answer."""
+    """Return the plan of the engines of a judge.
+
+    A judge reads the question, the prompt, the response and the final answer.
+    """
     assert role.info is not None
     args = role.worker.generating_args
     new = args.max_new_tokens or JUDGE_TOKENS
@@ -212,6 +225,6 @@ def _engines(role: Role, top: Top, sampling: SamplingPlan, max_model_len: int) -
 
 
 def sampling_plan(args: GeneratingArgs, n: int, max_new_tokens: int) -> SamplingPlan:
-    """Return the sampling plan of `generating_args`."""
+    """Return the sampling plan that `generating_args` describe."""
     plan = SamplingPlan(**shared(SamplingKeys, args), n=n, max_new_tokens=max_new_tokens, stop=args.stop_strings or ())
     return replace(plan, top_k=plan.top_k if plan.top_k > 0 else -1)

@@ -1,6 +1,6 @@
-"""Find the pipeline and system (ROLL or Trinity-RFT) of a configuration; refuse pipelines that do not exist here.
+"""Find the pipeline and the system (ROLL or Trinity-RFT) of a configuration. Refuse pipelines that do not exist here.
 
-Without this, the later checks would report dozens of unknown keys.
+Without this refusal, later checks would report dozens of unknown keys.
 """
 
 import re
@@ -80,10 +80,10 @@ def is_trinity(file: Path) -> bool:
 
 
 def pipeline_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None, diag: Diagnostics) -> type[Run]:
-    """Return the keys of the requested or configured pipeline.
+    """Return the class with the keys of a pipeline: the requested pipeline, or the one that the configuration is for.
 
-    `pure` and `pipeline` are arguments of `load_plan`. Raises ConfigError with one problem if the configuration is for
-    a different pipeline from the requested pipeline, or for a pipeline that does not exist here.
+    `pure` and `pipeline` are arguments of `load_plan`. Raises ConfigError with a single problem if the configuration is
+    for another pipeline than the requested one, or for a pipeline that does not exist here.
     """
     requested = pipeline or (None if pure is None else "distill" if pure else "rlvr")
     problem = _vision_problem(values) or _off_policy_problem(values)
@@ -103,7 +103,10 @@ def pipeline_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | 
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (pipeline, the key that identifies it) of a configuration; None if no key identifies a pipeline."""
+    """Return (pipeline, key): the pipeline of a configuration, and the key that identifies it.
+
+    The result is None if no key identifies a pipeline.
+    """
     for name, rolled_out in PIPELINES.items():
         if issubclass(rolled_out, Top) and (own := sorted(rolled_out.own_keys & values.keys())):
             return name, own[0]
@@ -140,7 +143,7 @@ def has_files(teacher: Any) -> bool:
 
 
 def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics) -> str | None:
-    """Return an error if a configuration is written for another pipeline than `requested`, else None."""
+    """Return an error if a configuration is for another pipeline than the requested one, else None."""
     found = _pipeline_of(values)
     if found is None and requested == "agentic" and MIXED_ROLES[1] in values:
         found = "rlvr", MIXED_ROLES[1]
@@ -163,7 +166,10 @@ def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics
 
 
 def _keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Run]:
-    """Return the keys of the requested or configured pipeline. Raises ConfigError for an unknown name."""
+    """Return the class with the keys of the requested pipeline, or of the pipeline that the configuration is for.
+
+    Raises ConfigError for an unknown name.
+    """
     if pipeline is None:
         found = _pipeline_of(values) if pure is None else None
         return PIPELINES.get(found[0], Top) if found else Top

@@ -1,4 +1,4 @@
-"""Write a `RunPlan` as text, as `roll-opd plan` prints it."""
+"""Write a `RunPlan` as the text that `roll-opd plan` prints."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,12 @@ READ_WITH = {"kl_penalty": "init_kl_coef", "kl_horizon": "target_kl"}  # key -> 
 
 
 def to_text(plan: RunPlan, width: int | None = None) -> str:
-    """Return the plan as text: roles, devices, batch arithmetic, memory, objective, warnings.
+    """Return the plan as text.
 
-    Lines longer than `width` are wrapped. If `width` is None, no line is wrapped.
+    The text has sections for the roles, the devices, the batch arithmetic, the memory, the objective and the warnings.
+
+    Args:
+        width: lines longer than this are wrapped; None means that no line is wrapped.
     """
     content = to_json(plan)
     nodes = f"{plan.num_nodes} node(s) x {plan.devices_per_node} devices"
@@ -72,7 +75,7 @@ def _role_lines(roles: dict[str, dict[str, Any]], width: int) -> list[str]:
 
 
 def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
-    """Return one line for each set of devices that hold the same roles."""
+    """Return one line for each set of devices that run the same roles."""
     owners: dict[int, tuple[str, ...]] = {}
     for name, role in roles.items():
         for device in role["devices"]:
@@ -84,7 +87,10 @@ def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _alike(of_devices: Mapping[int, T]) -> dict[T, str]:
-    """Return a map from each value to the devices with this value, in the form of `short_devices`."""
+    """Return a map from each value to the devices that have this value.
+
+    The devices are written in the form of `short_devices`.
+    """
     groups: dict[T, list[int]] = {}
     for device, value in of_devices.items():
         groups.setdefault(value, []).append(device)
@@ -92,7 +98,7 @@ def _alike(of_devices: Mapping[int, T]) -> dict[T, str]:
 
 
 def _settings(values: Mapping[str, Any]) -> str:
-    """Return "name value, ..."."""
+    """Return the names and values as text: "name value, name value, ..."."""
     shown = {name: f"{value:g}" if type(value) is float else value for name, value in values.items()}
     return ", ".join(f"{name} {value}" for name, value in shown.items())
 
@@ -146,7 +152,11 @@ def _routing_lines(content: dict[str, Any]) -> list[str]:
 
 
 def _frozen_lines(plan: RunPlan) -> list[str]:
-    """Return lines that show the contexts of teachers, and the frozen models that share weights with the student."""
+    """Return lines about the teachers and the frozen models.
+
+    There is a line for each teacher with its own context, for each teacher whose weights follow the student's, and for
+    each frozen model that shares its weights with the student.
+    """
     lines = []
     for teacher in plan.teachers:
         if context := teacher.context:
@@ -159,9 +169,9 @@ def _frozen_lines(plan: RunPlan) -> list[str]:
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
-    """Return lines with each role's memory per rank, split into parts.
+    """Return lines with the memory of each role per rank, split into parts.
 
-    For a role with several pipeline stages, the lines show the parts of the largest stage and the total of each stage.
+    If a role has several pipeline stages, its lines show the parts of the largest stage, and the total of every stage.
     """
     lines = []
     for name, stages in plan.memory.items():
@@ -180,7 +190,10 @@ def _memory_lines(plan: RunPlan) -> list[str]:
 
 
 def _device_lines(plan: RunPlan) -> list[str]:
-    """Return lines with the total memory of the roles on a device; devices with the same total share a line."""
+    """Return lines with the total memory of the roles on each device.
+
+    Devices with the same total share a line.
+    """
     limit = int(plan.device_memory_gb * 2**30) if plan.device_memory_gb else None
     needs = device_memory(plan, limit)
     of = f" of {plan.device_memory_gb:g} GiB" if plan.device_memory_gb else ""
@@ -229,7 +242,10 @@ def _objective_lines(plan: RunPlan) -> list[str]:
 
 
 def _ahead_lines(plan: RunPlan) -> list[str]:
-    """Return a line on how far generation runs ahead of training; an empty list if generation does not run ahead."""
+    """Return a line that states how far generation runs ahead of training.
+
+    The list is empty if generation does not run ahead.
+    """
     if not plan.objective.max_age:
         return []
     pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth)
@@ -241,7 +257,10 @@ def _ahead_lines(plan: RunPlan) -> list[str]:
 
 
 def _offline_lines(plan: RunPlan, lines: Sequence[str]) -> list[str]:
-    """Return the loss on given answers as lines: the likelihood if its weight is not 0, and the teacher's term."""
+    """Return the loss on given answers as lines.
+
+    The lines are the likelihood, if its weight is not 0, and the teacher's term.
+    """
     weight = plan.objective.rl_loss_coef
     return [*(f"{weight:g} * {line}" for line in lines if weight), *_distillation_lines(plan)]
 
@@ -255,7 +274,7 @@ def _optimizer(learner: TrainPlan) -> str:
 
 
 def _advantage(plan: RunPlan) -> str:
-    """Write the advantage as a formula, with its coefficients."""
+    """Return the formula of the advantage, with its coefficients."""
     objective = plan.objective
     taught = plan.advantage_teachers
     teachers = " ".join(f"- {teacher.opd_kl_coef:g} * reverse_kl({teacher.name})" for teacher in taught)
@@ -296,7 +315,12 @@ def _distillation_lines(plan: RunPlan) -> list[str]:
 
 
 def _other_lines(part: Any, keys: type[Section]) -> list[str]:
-    """Return a line for each of `keys` whose value is not shown elsewhere and differs from the default."""
+    """Return a line for each key that differs from its default and is not shown elsewhere.
+
+    Args:
+        part: the part of the plan that has the values.
+        keys: the section that defines the keys.
+    """
     lines = []
     for item in fields(keys):
         value = getattr(part, item.name)

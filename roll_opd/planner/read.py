@@ -1,7 +1,7 @@
-"""Split a composed configuration into its sections and validate each of them.
+"""Split a composed configuration into its sections, and validate each section.
 
-A section with a wrong value becomes None, and later checks use the other sections. An unknown key is reported together
-with the most similar known key. `Diagnostics` collects ROLL's keys that have no effect here.
+A section with a wrong value becomes None, so later checks run on the other sections only. The error for an unknown key
+names the most similar known key. `Diagnostics` collects keys of ROLL that have no effect here.
 """
 
 import json
@@ -59,7 +59,10 @@ ENGINE_KEYS = (
 
 @dataclass
 class Sections:
-    """A validated configuration. A section with a problem is None; a section that was not written is absent."""
+    """The sections of a validated configuration.
+
+    A section is None if it has a problem. A section that the user did not write is absent.
+    """
 
     top: Run | None = None
     workers: dict[str, Worker | None] = field(default_factory=dict)  # name of the section -> role
@@ -71,11 +74,14 @@ class Sections:
 
 
 def read_sections(values: dict[str, Any], variables: frozenset[str], keys: type[Run], diag: Diagnostics) -> Sections:
-    """Validate `values`; problems and warnings go to `diag`.
+    """Validate the configuration `values`; report problems and warnings to `diag`.
 
-    `variables` are top-level keys that other values refer to (`${name}`). An unknown key among them is taken as the
-    user's variable. Other unknown keys are dropped with a warning (see `_variables`). `keys` are
-    the keys of the pipeline.
+    An unknown key is accepted as a variable of the user if another value refers to it. Any other unknown key is dropped
+    with a warning, or it is an error if it looks like a misspelt key, see `_variables`.
+
+    Args:
+        variables: top-level keys that other values refer to, as `${name}`.
+        keys: the class that defines the keys of the pipeline.
     """
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
@@ -105,7 +111,10 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], keys: type[
 
 
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:
-    """Set num_gpus_per_node to this machine's number of devices, unless it or a role's device_mapping is written."""
+    """Set num_gpus_per_node to the number of devices of this machine.
+
+    Nothing is set if the configuration has num_gpus_per_node, or a device_mapping in any role.
+    """
     workers = (*sections.workers.values(), *sections.teachers.values(), *sections.judges.values())
     written = any(worker is not None and worker.device_mapping is not None for worker in workers)
     if top is None or written or "num_gpus_per_node" in top.written:
@@ -120,10 +129,12 @@ def _variables(
     variables: frozenset[str],
     diag: Diagnostics,
 ) -> set[str]:
-    """Return the unknown top-level keys that may be variables of the file; record the unused variables as dropped.
+    """Return the unknown top-level keys that may be variables of the file.
 
-    ROLL ignores all unknown keys. Here a key is a typing error if its name resembles a known key, if it is a key of
-    some section, or if its value has keys of a role.
+    Variables that no value refers to are recorded in `diag.dropped`.
+
+    ROLL ignores all unknown keys. Here an unknown key is a typing error in three cases: its name resembles a known key,
+    some section has a key of this name, or its value has keys of a role.
     """
     own = set()
     for key, value in values.items():
@@ -140,7 +151,10 @@ def _variables(
 
 
 def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the teachers. If section `teacher` itself has keys of a role, it is a single teacher named "teacher"."""
+    """Read the teachers.
+
+    If the section `teacher` itself has keys of a role, it describes a single teacher, which is named "teacher".
+    """
     mapping = _mapping(value, "teacher", diag)
     of_files = [name for name, data in mapping.items() if isinstance(data, dict) and "files" in data]
     if "files" in mapping or of_files:
@@ -162,8 +176,10 @@ def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
 def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the rewards, and the engines of local judges.
 
-    The keys of a local judge's engine are in the section of its reward. Argument `shared` is the section
-    `reward_model`, which describes the engine of the first reward with a shared judge.
+    The keys of a local judge's engine are in the section of its reward.
+
+    Args:
+        shared: the section `reward_model`. It describes the engine of the first reward that uses the shared judge.
     """
     for domain, data in _mapping(value, "rewards", diag).items():
         place, judge = diag.below(f"rewards.{domain}"), _judge_type(data)
@@ -180,7 +196,10 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics
 
 
 def _read_auxiliaries(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the auxiliary models of workflows; a section describes engines or the address of a server."""
+    """Read the auxiliary models of workflows.
+
+    Each section describes either inference engines or the address of a server.
+    """
     for name, data in _mapping(value, AUXILIARY, diag).items():
         place = diag.below(f"{AUXILIARY}.{name}")
         if not (isinstance(data, dict) and keys_of(RemoteModelKeys).keys() & data.keys()):
@@ -200,7 +219,10 @@ def _judge_type(reward: Any) -> Any:
 
 
 def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) -> Any:
-    """Move the arguments of a reward and of its terms into `args`; report keys that resemble known keys."""
+    """Move the arguments of a reward and of its terms into `args`.
+
+    An argument that resembles a known key of the section is reported as a misspelt key.
+    """
     if not isinstance(data, dict):
         return data
     known = {*keys_of(model), *other_names(model), *model.ignored}
@@ -233,9 +255,12 @@ def _mapping(value: Any, path: str, diag: Diagnostics) -> dict[str, Any]:
 
 
 def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[str] = frozenset()) -> S | None:
-    """Validate the section of `diag`; return None if it has a wrong value.
+    """Validate the section that `diag` belongs to; return None if the section has a wrong value.
 
-    `also_known` are valid keys that are read elsewhere; hints for misspelt keys may name them.
+    Args:
+        model: the class of the section.
+        data: the section as configured.
+        also_known: valid keys that other code reads. The hint for a misspelt key may name them.
     """
     if data is None:
         data = {}
@@ -260,7 +285,10 @@ def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[s
 
 
 def _copied(value: Any, path: str, paths: dict[int, str]) -> Any:
-    """Return a copy of a value in JSON types; record in `paths` the path of each mapping in it, by the mapping's id."""
+    """Return a copy of a value that contains JSON types only.
+
+    The path of each copied mapping is recorded in `paths`, by the `id` of the mapping.
+    """
     if isinstance(value, dict):
         copied = {str(key): _copied(item, f"{path}.{key}" if path else str(key), paths) for key, item in value.items()}
         paths[id(copied)] = path
@@ -271,7 +299,10 @@ def _copied(value: Any, path: str, paths: dict[int, str]) -> Any:
 
 
 def _validator(model: type[Section]) -> TypeAdapter[Any]:
-    """Return pydantic's validator for a section; cached, because creating a validator takes milliseconds."""
+    """Return the pydantic validator of a section.
+
+    Validators are cached, because it takes milliseconds to create one.
+    """
     if model not in _VALIDATORS:
         _VALIDATORS[model] = TypeAdapter(model)
     return _VALIDATORS[model]
@@ -281,7 +312,7 @@ _VALIDATORS: dict[type[Section], TypeAdapter[Any]] = {}
 
 
 def _report(error: ValidationError, diag: Diagnostics) -> None:
-    """Report pydantic's errors, one sentence for each key."""
+    """Report the errors that pydantic found, with one sentence for each key."""
     expected: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
     for item in error.errors(include_url=False):

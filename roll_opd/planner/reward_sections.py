@@ -1,4 +1,4 @@
-"""Plan the `rewards` sections: workers with their tags, arguments and filters."""
+"""Plan the sections in `rewards`: the reward workers with their tags, arguments and filters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,10 +22,12 @@ MAX_REWARD_CALLS = 256  # calls of a worker that run at the same time
 
 
 def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int) -> tuple[RewardPlan, ...]:
-    """Return the plans of the reward workers; a tag may belong to only one domain.
+    """Return the plan of each reward domain; report a tag that belongs to more than one domain.
 
-    `responses` is the number of responses per prompt. In pure distillation, rewards are only monitored, so their
-    filters have no effect.
+    In pure distillation, rewards are only monitored, so their filters have no effect.
+
+    Args:
+        responses: number of responses per prompt.
     """
     plans: list[RewardPlan] = []
     for domain, reward in rewards.items():
@@ -58,7 +60,10 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
 
 
 def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
-    """Return the terms of a domain. The first term is the domain's own reward, and has the name of its worker."""
+    """Return the terms of a domain.
+
+    The first term is the domain's own reward. Its name is the name of the reward worker.
+    """
     problems = reward.diag.problems
     before = len(problems)
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
@@ -114,14 +119,18 @@ def _term(section: Term, default: str, name: str | None) -> RewardTerm:
 
 
 def _facts(worker: str) -> RewardFacts:
-    """Return the registered facts of a built-in reward, and the defaults for a user's class, which is not imported."""
+    """Return the facts of a reward worker.
+
+    A built-in reward has registered facts. A class of the user is not imported, so it gets the default facts.
+    """
     return REWARDS.facts(worker) if worker in REWARDS.builtin else RewardFacts()
 
 
 def _worker(section: Term, name: str) -> str:
-    """Return the worker's built-in name or dotted path.
+    """Return the built-in name or the dotted path of a reward worker.
 
-    A class of ROLL becomes its counterpart here, and `path/to/file.py:name` becomes a dotted path.
+    A class of ROLL is replaced by the built-in reward that does the same work. `path/to/file.py:name` becomes a dotted
+    path.
     """
     with section.diag.catching("worker_cls"):
         name = dotted_path(name)
@@ -142,7 +151,11 @@ def _worker(section: Term, name: str) -> str:
 
 
 def _arguments(section: Term, worker: str) -> dict[str, object]:
-    """Return the worker's arguments. An unknown key is an error, but a key of ROLL's rewards is only without effect."""
+    """Return the arguments of a reward worker.
+
+    The arguments of a built-in worker are checked. An unknown argument is an error. An argument that only ROLL's
+    rewards have is reported as a key without effect.
+    """
     if worker not in REWARDS.builtin:
         return dict(section.args)
     taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))
@@ -160,7 +173,10 @@ def _arguments(section: Term, worker: str) -> dict[str, object]:
 
 
 def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan | None, responses: int) -> None:
-    """Refuse a std_filter on single rewards or on groups of one response, because one reward has the deviation 0."""
+    """Refuse a std_filter on single responses, and on groups of one response.
+
+    The standard deviation of a single reward is always 0.
+    """
     if response and response.type == "std_filter":
         reward.diag.error(
             "response_filter_config.type",

@@ -1,7 +1,7 @@
-"""Read the roles of a run: the section, model files, devices and strategy of each.
+"""Read the roles of a run: the section, the model files, the devices and the strategy of each role.
 
-Roles are the student's training and rollout, teachers, the reference policy, the critic and local judges. A part that
-could not be read is None, and checks that need it are skipped.
+The roles are the student's training and rollout, the teachers, the reference policy, the critic and the local judges. A
+part that could not be read is None, and the checks that need this part are skipped.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,10 @@ Job = Literal["train", "frozen", "rollout"]
 
 @dataclass(frozen=True)
 class Role:
-    """A role and its section; a part that could not be read is None."""
+    """A role and its section.
+
+    A field is None if it could not be read.
+    """
 
     job: Job
     worker: Worker
@@ -58,7 +61,10 @@ class Role:
 
     @property
     def external(self) -> ExternalKeys | None:
-        """The section that names an external source of a teacher's log-probs; None for a role that runs on devices."""
+        """The section that names an external source of a teacher's log-probs.
+
+        The value is None if the role runs on devices.
+        """
         return next(iter(self.worker.sources.values()), None) if isinstance(self.worker, TeacherWorker) else None
 
 
@@ -80,20 +86,27 @@ class Roles:
         return [*self.all(), *self.judges.values(), *self.auxiliaries.values()]
 
     def all(self) -> list[Role]:
-        """Return every role that reads the run's tokens."""
+        """Return the student's roles, the teachers, the reference policy and the critic, without the missing ones."""
         found = (self.train, self.infer, *self.teachers.values(), self.reference, self.critic)
         return [role for role in found if role is not None]
 
     @property
     def shared_vocabulary(self) -> int:
-        """Number of token ids that the student shares with all teachers that have its tokenizer; 0 without a model."""
+        """Number of token ids that are valid for the student and for every teacher with the student's tokenizer.
+
+        The value is 0 if no model could be read.
+        """
         roles = (self.train, *self.teachers.values())
         models = [role.info for role in roles if role is not None and role.info and not role.is_aligned]
         return min((known.vocab for known in models), default=0)
 
 
 def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode of a run. If `pure` is None, the configuration decides whether the run is pure distillation."""
+    """Return the mode of a run: pure, mixed or rl.
+
+    Args:
+        pure: whether the run is pure distillation; None means that the configuration decides.
+    """
     # read from the raw values: a wrong value elsewhere at the top level must not change the mode
     is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
     if mixed and (is_pure or pure):
@@ -107,13 +120,19 @@ def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None
 
 
 def written_workers(sections: Sections) -> list[Worker]:
-    """Return the sections of all configured roles."""
+    """Return the sections of all configured roles, except judges and auxiliary models.
+
+    Sections that could not be read are left out.
+    """
     written = [*sections.workers.values(), *sections.teachers.values()]
     return [worker for worker in written if worker is not None]
 
 
 class RoleReader:
-    """Reads the roles of one configuration; each model directory is read once."""
+    """Reader of the roles of one configuration.
+
+    Each model directory is read once, even if several roles use the model.
+    """
 
     def __init__(self, sections: Sections, mode: str, diag: Diagnostics) -> None:
         self._sections, self._mode, self._diag = sections, mode, diag
@@ -127,7 +146,11 @@ class RoleReader:
         self._student: str | None = None
 
     def read(self, keys: type[Run]) -> Roles:
-        """Return the roles of the pipeline with these keys."""
+        """Return the roles of the pipeline.
+
+        Args:
+            keys: the class that defines the keys of the pipeline.
+        """
         return self._supervised(keys) if issubclass(keys, Supervised) else self._rolled_out()
 
     def _supervised(self, pipeline: type[Supervised]) -> Roles:
@@ -141,7 +164,10 @@ class RoleReader:
         return self._roles
 
     def _rolled_out(self) -> Roles:
-        """Return the roles of a run with rollouts; the mode decides which roles the run needs."""
+        """Return the roles of a run with rollouts.
+
+        The mode of the run decides which roles it needs.
+        """
         sections, roles, diag = self._sections, self._roles, self._diag
         train_name, infer_name = self._student_names()
         self._read_student(train_name)
@@ -169,7 +195,10 @@ class RoleReader:
         return roles
 
     def _teacher(self, worker: Worker) -> Role:
-        """Return the role of a teacher: a Megatron role, or a role without devices."""
+        """Return the role of a teacher.
+
+        The role is a Megatron role, or a role without devices if an external source computes the log-probs.
+        """
         assert isinstance(worker, TeacherWorker)
         if not worker.sources:
             return self._megatron("frozen", worker, self._student if worker.follows_student else None)
@@ -205,7 +234,10 @@ class RoleReader:
             self._roles.train = replace(student, lora=lora)
 
     def _read_reference_and_critic(self) -> None:
-        """Read the reference policy and the critic; by default, both start from the student's model."""
+        """Read the reference policy and the critic.
+
+        By default, both start from the student's model.
+        """
         top, written = self._sections.top, self._sections.workers
         compares, needs_values = "", False
         if isinstance(top, Top) and self._mode != "pure":
@@ -228,13 +260,19 @@ class RoleReader:
             self._roles.critic = self._megatron("train", critic, self._student)
 
     def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
-        """Return the section of a role if it is written and used, else None; warn if it is written but unused."""
+        """Return the section of a role if the run uses the role, else None.
+
+        A section that is written but not used causes a warning.
+        """
         if not is_used and name in self._sections.workers:
             self._diag.add_warning(f"{name}: is written but not used, and its model is not loaded; only {use}")
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
-        """Return the names of the student's roles; they do not depend on the switches that set the mode."""
+        """Return (training role, rollout role): the names of the student's two sections in this mode.
+
+        If the configuration has only the names of the other mode, those names are returned.
+        """
         written, mode = self._sections.workers.keys(), self._mode
         wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
         if not written & set(right):
@@ -253,7 +291,11 @@ class RoleReader:
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
         """Return a vLLM role.
 
-        `model`, `dtype` and the devices of `student` are the defaults of a role that does not set these keys.
+        Args:
+            worker: the section of the role.
+            model: the model if the section names no model.
+            dtype: the precision if the section sets no precision.
+            student: the student's strategy; its devices are the devices of a role without a device_mapping.
         """
         strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
         info = self._model(worker, model)
@@ -263,7 +305,11 @@ class RoleReader:
         return Role("rollout", worker, strategy, info, worker.model_args.dtype or dtype)
 
     def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
-        """Return a Megatron role; `model` is the role's model if its section names no model."""
+        """Return a Megatron role.
+
+        Args:
+            model: the model if the section of the role names no model.
+        """
         trained = self._roles.train.strategy if self._roles.train else None
         strategy = read_megatron(worker, job, self._strict, trained, every=self._devices)
         info = self._model(worker, model)
@@ -279,7 +325,11 @@ class RoleReader:
         return Role(job, worker, strategy, info, self._precision(job, worker, written or from_strategy or "bf16"))
 
     def _precision(self, job: Job, worker: Worker, requested: Dtype) -> Dtype:
-        """Return the precision of computation."""
+        """Return the precision in which the role computes.
+
+        Training in fp16 is not available, so a trained role gets bf16 instead. With strict_strategies, nothing is
+        replaced.
+        """
         if job == "frozen" or requested != "fp16" or self._strict:
             return requested
         key = "model_args.dtype" if worker.model_args.dtype else f"{OPTIONS}.fp16"
@@ -288,7 +338,10 @@ class RoleReader:
         return "bf16"
 
     def _check_sections(self) -> None:
-        """Report the keys without effect in the roles of the run. `_used` reports roles that the run does not use."""
+        """Report keys that have no effect in the roles that the run uses.
+
+        Roles that the run does not use are reported by `_used`.
+        """
         top, train, infer = self._sections.top, self._roles.train, self._roles.infer
         plays = isinstance(top, Top) and top.custom_envs
         templates = {top.global_template if top else None, train.worker.data_args.template if train else None}
@@ -313,7 +366,7 @@ class RoleReader:
                     _report_unread(role, key, "is not a teacher", None)
 
     def _kind(self, role: Role) -> str:
-        """Return the kind of a role with devices."""
+        """Return the kind of a role with devices: one of the kinds in `key_hints`."""
         if role.job == "rollout":
             return key_hints.ROLLOUT
         if any(role is teacher for teacher in self._roles.teachers.values()):
@@ -322,7 +375,11 @@ class RoleReader:
         return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 
     def _check_adapters(self) -> None:
-        """Refuse adapters of frozen models, and keys that select the trained weights in ways not available yet."""
+        """Check the keys for adapters.
+
+        Adapters of models other than the student are refused. Keys that select the trained weights in a way that is not
+        available yet are refused too.
+        """
         student, infer = self._roles.train, self._roles.infer
         never: dict[str, list[str]] = {}
         for args in [worker.model_args for worker in written_workers(self._sections)]:
@@ -352,7 +409,10 @@ class RoleReader:
             self._diag.unsupported(found[0], text + also)
 
     def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
-        """Compare a model's weights with its config.json, once per model. For engines, vLLM does this check."""
+        """Check that the weights of a model agree with its config.json.
+
+        Each model is checked once. Models of engines are not checked here, because vLLM makes this check itself.
+        """
         if info is None or info.path in self._checked:
             return
         self._checked.add(info.path)
@@ -363,7 +423,8 @@ class RoleReader:
     def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
         """Return the facts of a role's model; report a model that cannot be run.
 
-        `model` is the default for a role whose section names no model.
+        Args:
+            model: the model if the section of the role names no model.
         """
         model = worker.model_args.model_name_or_path or model
         if model is None:
@@ -390,6 +451,12 @@ class RoleReader:
 
 
 def _report_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
-    """Report that `section` of `role` is not read. `reader` is the role that does read such a section, if any."""
+    """Report that a section of a role has no effect.
+
+    Args:
+        section: name of the section.
+        why: the reason, as the end of "this role ...".
+        reader: the role that reads a section of this name, or None.
+    """
     where = f"write it in {reader.path}" if reader else "remove it"
     role.diag.note(section, f"has no effect, as this role {why}; {where}")

@@ -48,7 +48,10 @@ MAX_TOKENS = 2**31 - 1  # maximum tokens of a row that is not a prompt
 
 
 def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode of a run. In `sections`, set the unset keys that the algorithm and the environments imply."""
+    """Return the mode of a run, and complete the configuration in `sections`.
+
+    Keys that the user did not set get the values that the algorithm or the environments imply.
+    """
     if environment_sections.is_agentic(values):
         environment_sections.with_sampling(sections)
     mode = choose_mode(values, sections, pure, diag)
@@ -59,7 +62,10 @@ def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, d
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """Checked values of a run with rollouts; method `fields` returns the plan's fields."""
+    """The checked values of a run with rollouts.
+
+    Method `fields` converts them to fields of the plan.
+    """
 
     top: Top
     roles: Roles
@@ -81,7 +87,10 @@ class RolloutParts:
         return self.top.prompt_length + (self.sizes.response or 0)
 
     def fields(self) -> dict[str, Any] | None:
-        """Return the fields of the plan that only a run with rollouts has; None if problems were reported."""
+        """Return the fields that only the plan of a run with rollouts has.
+
+        The result is None if problems were reported.
+        """
         top, roles, sizes, data = self.top, self.roles, self.sizes, self.data
         if top.diag.problems:
             return None
@@ -134,7 +143,11 @@ class RolloutParts:
         }
 
     def _critic(self, sequences: int) -> CriticPlan | None:
-        """Return the plan of the critic. It is updated on all `sequences` of each step, also in warm-up steps."""
+        """Return the plan of the critic.
+
+        Args:
+            sequences: number of sequences per step. The critic is updated on all of them, also in warm-up steps.
+        """
         top, role, mini_batch = self.top, self.roles.critic, self.sizes.critic_mini_batch
         if not (role and mini_batch):
             return None
@@ -142,7 +155,7 @@ class RolloutParts:
         return CriticPlan(**vars(parts.train_plan(role, top, mini_batch, total)), **shared(CriticKeys, top))
 
     def _validation(self, response: int) -> ValidationPlan | None:
-        """Return the plan of the validation on held-out prompts; None if it is not configured."""
+        """Return the plan of the validation on held-out prompts, or None if it is not configured."""
         section = self.top.validation
         if not (section and self.held_out):
             return None
@@ -151,7 +164,10 @@ class RolloutParts:
         return ValidationPlan(self.held_out, sampling, section.evaluate_teacher)
 
     def _judge(self, domain: str, response: int) -> RolloutPlan | None:
-        """Return the plan of the engines that judge a reward domain; None if its judge is not local."""
+        """Return the plan of the engines that run the judge of a reward domain.
+
+        The result is None if the domain has no local judge.
+        """
         role = self.roles.judges.get(domain)
         return parts.judge_plan(role, self.top, response) if role else None
 
@@ -168,7 +184,10 @@ class RolloutParts:
 
 
 def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> RolloutParts | None:
-    """Return the checked parts of a run with rollouts; None if its top-level keys could not be read."""
+    """Return the checked parts of a run with rollouts.
+
+    The result is None if the top-level keys could not be read.
+    """
     top, agentic = sections.top, environment_sections.is_agentic(values)
     if not isinstance(top, Top):
         return None
@@ -202,7 +221,11 @@ def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> Rollout
 def _check_rewards(
     top: Top, sections: Sections, rewards: tuple[RewardPlan, ...], responses: int, mode: str, agentic: bool
 ) -> None:
-    """Check the rewards and advantages of a run; `responses` is the number of responses per prompt."""
+    """Check the rewards and the advantages of a run.
+
+    Args:
+        responses: number of responses per prompt.
+    """
     check_objective.check_steps(top, agentic, environment_sections.whole_trajectories(top) if agentic else ())
     by_tag = agentic and top.reward_normalization.grouping in environment_sections.BY_TAG
     check_objective.check_groups(top, responses, agentic=agentic, by_tag=by_tag)
@@ -217,8 +240,8 @@ def _check_rewards(
 def _tasks(top: Top, roles: Roles, sections: Sections) -> tuple[DataPlan, None]:
     """Return (training tasks in environments, None).
 
-    The second value stands for held-out rows, which environments do not have. Their validation is planned by
-    `environment_sections.held_out`.
+    The second value stands for the held-out rows of `_prompts`, because environments have no held-out rows. Validation
+    in environments is planned by `environment_sections.held_out`.
     """
     games = environment_sections.data(top)
     held_out = environment_sections.tasks(top, top.val_env_manager) if top.val_env_manager else None
@@ -230,7 +253,7 @@ def _tasks(top: Top, roles: Roles, sections: Sections) -> tuple[DataPlan, None]:
 def _prompts(
     top: Top, roles: Roles, sections: Sections, rewards: tuple[RewardPlan, ...]
 ) -> tuple[DataPlan | None, DataPlan | None]:
-    """Return the prompts of training and of validation."""
+    """Return (training prompts, validation prompts); a value is None if there are no such prompts."""
     training = roles.train.worker.data_args if roles.train else None
     data = row_plans.read_data(training, top, top.prompt_length) if training else None
     validation = None
@@ -249,13 +272,21 @@ def _prompts(
 
 
 def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
-    """Return `data` with the schema of rows for a workflow; `truth` is the column with the ground truth."""
+    """Return the plan `data` with the schema of rows for a workflow.
+
+    Args:
+        truth: name of the column that has the ground truth.
+    """
     columns = {"ground_truth": truth} if truth != "ground_truth" else {}
     return replace(data, schema="task", prompt_length=MAX_TOKENS, columns=FrozenDict({**data.columns, **columns}))
 
 
 def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
-    """Return the plan of demonstrations of up to `length` tokens (prompt and answer); None without demonstrations."""
+    """Return the plan of the demonstrations; None for a run without demonstrations.
+
+    Args:
+        length: maximum number of tokens of a demonstration, prompt and answer together.
+    """
     share, section = top.expert_data_ratio, top.demonstrations
     if section is None:
         if share:
@@ -288,7 +319,10 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
 
 
 def _workflow(top: Top) -> WorkflowPlan | None:
-    """Return the plan of the workflow, without its auxiliary models; None for a run without a workflow."""
+    """Return the plan of the workflow, or None if the run has no workflow.
+
+    The caller adds the plans of the auxiliary models.
+    """
     if top.workflow is None:
         top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
         return None

@@ -1,4 +1,4 @@
-"""Plan the rows of a run: files, columns, templates, tags, and the mixture of several streams."""
+"""Plan the rows of a run: files, columns, templates and tags, and how several streams are mixed."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,13 @@ SHARE_TOLERANCE = 0.01  # wide enough for thirds written as 0.33
 
 
 def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None = None) -> DataPlan | None:
-    """Return the plan of rows with absolute file names; None if a file is missing. `read_streams` adds the streams.
+    """Return the plan of rows, with absolute file names; return None if a file is missing.
 
-    `length` is the maximum number of tokens in a row. For held-out data, `training` are the keys of the training data.
-    If the keys of the held-out data do not name a column, the name from `training` applies.
+    The streams of the plan are added later, by `read_streams`.
+
+    Args:
+        length: maximum number of tokens in a row.
+        training: for held-out data, the keys of the training data. They name the columns that `args` does not name.
     """
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
@@ -58,10 +61,14 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
 def read_answers(
     args: DataArgs, top: Run, keys: Section, length: int, length_key: str, schema: str, training: DataArgs | None = None
 ) -> DataPlan | None:
-    """Return the plan of rows with answers; see `read_data`.
+    """Return the plan of rows with answers; return None if a file is missing.
 
-    `schema` is the schema of the rows, and section `keys` may name the columns of the answers. `length_key` is the key
-    of the length limit, for error messages.
+    `args`, `length` and `training` have the same meaning as in `read_data`.
+
+    Args:
+        keys: a section that may name the columns of the answers.
+        length_key: the key that sets the maximum length, for error messages.
+        schema: schema of the rows.
     """
     data = read_data(args, top, length, training)
     named = {own: name for own, key in COLUMN_KEYS.items() if (name := getattr(keys, key, None))}
@@ -71,7 +78,10 @@ def read_answers(
 
 
 def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
-    """Return a map from a column of this package to its name in the file, for the columns whose names differ."""
+    """Return a map from the name of a column in this package to its name in the file.
+
+    Columns with the same name in both are left out.
+    """
     columns: dict[str, str] = {}
     for source in (training, args) if training else (args,):
         written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
@@ -82,7 +92,10 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
 
 
 def _template(args: DataArgs, top: Run) -> str:
-    """Return the template of the rows whose tag has no template. As in ROLL, `global_template` takes precedence."""
+    """Return the default template, which applies to rows whose tag has no template.
+
+    As in ROLL, `global_template` takes precedence.
+    """
     written = {f"tag_to_template.{tag}": name for tag, name in top.tag_to_template.items()}
     if top.global_template:
         written["global_template"] = top.global_template
@@ -99,10 +112,10 @@ def _template(args: DataArgs, top: Run) -> str:
 
 
 def read_streams(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan] = ()) -> tuple[StreamPlan, ...]:
-    """Return the streams of rows with weights that sum to 1; empty if the data is not mixed.
+    """Return the streams of rows, with weights that sum to 1.
 
-    As in ROLL, `interleave_probs` has no effect if `domain_interleave_probs` is set, and a single probability of 1 is
-    accepted for any number of files.
+    The result is empty if the data is not mixed. As in ROLL, `interleave_probs` has no effect if
+    `domain_interleave_probs` is set. A single probability of 1 is accepted for any number of files, as in ROLL.
     """
     if args.domain_interleave_probs:
         if not rewards and len(args.domain_interleave_probs) == 1:
@@ -168,7 +181,7 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
 def _with_rest(args: DataArgs, shares: Mapping[str, float]) -> list[float]:
     """Return the probabilities of the domains.
 
-    As in ROLL, the last domain gets the remainder if the configured probabilities sum to less than 1.
+    If the configured probabilities sum to less than 1, the last domain gets the remainder, as in ROLL.
     """
     *others, last = shares
     total = sum(shares.values())
@@ -193,7 +206,7 @@ def _weights(args: DataArgs, key: str, shares: Sequence[float]) -> list[float]:
 
 
 def shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:
-    """Return a tag that two parts of a configuration have in common; None if there is none."""
+    """Return the name of a tag that two parts of a configuration share; None if they share no tag."""
     if one is None or other is None:
         return "every tag (no tag_included is written)"
     return next((f"tag {tag!r}" for tag in one if tag in other), None)
@@ -206,7 +219,11 @@ def check_tags(
     validation: DataPlan | None,
     diag: Diagnostics,
 ) -> None:
-    """Check that each tag in the data has a teacher (in training) and, if rewards are used, a reward worker."""
+    """Check that each tag in the data is covered.
+
+    Each tag of the training data needs a teacher. If the run has rewards, each tag of the training and of the
+    validation data needs a reward worker.
+    """
     teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
     chosen = teacher_tags | {f"rewards.{reward.domain}": reward.tags for reward in rewards}
     if all(tags is None for tags in chosen.values()):
@@ -239,5 +256,5 @@ def check_tags(
 
 
 def _tags(data: DataPlan | None) -> set[str]:
-    """Return the tags of rows, or of the environments."""
+    """Return the tags of the rows. For tasks in environments, return the tags of the environments."""
     return set() if data is None else set(data.environments) or first_tags(data)[0]

@@ -1,4 +1,7 @@
-"""Find the fastest age bound and split of devices, from measured or stated costs of a step (`roll-opd plan`)."""
+"""Find the age bound and the split of devices that give the shortest step.
+
+The costs of a step are measured in a run or stated by the user. `roll-opd plan` prints the advice.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +32,7 @@ HOW = "generate=S,teacher=S,train=S,weight_sync=S in seconds a step, and spread=
 
 @dataclass(frozen=True)
 class Advice:
-    """Costs, their origin, and the predictions from these costs for each number of devices."""
+    """The costs, where they come from, and the predictions for each number of devices."""
 
     costs: StepCosts
     origin: str
@@ -37,7 +40,10 @@ class Advice:
     by_devices: Mapping[int, Sequence[Prediction]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the costs in seconds, and the predictions for the configuration and for each number of devices."""
+        """Return the costs and the predictions as JSON types.
+
+        The costs are in seconds. The predictions are for the configuration, and for each number of devices.
+        """
         return {
             "costs": {name: getattr(self.costs, field) for name, field in NUMBERS.items()},
             "configuration": asdict(self.now),
@@ -46,7 +52,10 @@ class Advice:
         }
 
     def to_text(self, width: int) -> str:
-        """Return the costs, a table with the fastest split for each age bound, and the advice."""
+        """Return the costs, a table and the advice as text.
+
+        The table has the fastest split of the devices for each age bound.
+        """
         costs = ", ".join(f"{name} {getattr(self.costs, field):.3g} s" for name, field in STATED.items())
         lines = [f"{costs} ({self.origin}); lengths: spread {self.costs.spread:.2g}"]
         rows = [["devices", "engines", "training", "S", "step", "waits", "free slots", "age", "largest"]]
@@ -69,15 +78,15 @@ class Advice:
 
 
 def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices: str | None) -> Advice | None:
-    """Return the advice for `plan` from the options of `roll-opd plan`; None if no costs are given.
+    """Return the advice for a plan, from the options of `roll-opd plan`; None if no costs are given.
 
     Args:
-        plan: the plan of the configuration; the costs are the costs of its devices and its batch.
+        plan: the plan of the configuration. The costs were measured or stated for its devices and its batch.
         measured: directory of a run with measured costs.
         stated: costs in the form of `--costs`; stated costs take precedence over measured costs.
         devices: numbers of devices, separated by commas; None means the number of devices in `plan`.
 
-    Raises ConfigError if the plan has no generation, if costs are missing or unreadable, or if the phases of the
+    Raises ConfigError in three cases: the plan has no generation, costs are missing or unreadable, or the phases of the
     measured run overlap.
     """
     if not measured and not stated:
@@ -112,7 +121,7 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
 
 
 def work_of(plan: RunPlan) -> Work:
-    """Return the batch and the devices of `plan`."""
+    """Return the batch and the devices of a plan."""
     assert plan.rollout is not None
     engines = set(plan.rollout.devices)
     training = {device for role in plan.megatron_roles().values() for device in role.devices}
@@ -135,9 +144,10 @@ def work_of(plan: RunPlan) -> Work:
 
 
 def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
-    """Return fields of `StepCosts` from a run's `metrics.jsonl`: medians over all steps except the first.
+    """Return the costs of a step, measured in a run, as fields of `StepCosts`.
 
-    Raises ConfigError if the run has fewer than two steps or generated ahead of training.
+    The costs are medians over the steps in `metrics.jsonl`, without the first step. Raises ConfigError if the run has
+    fewer than two steps, or if its generation ran ahead of training.
     """
     rows = [row for row in read_jsonl(directory / METRICS) if row.get("time/step") is not None][WARM_UP:]
     if not rows:
@@ -165,7 +175,10 @@ def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
 
 
 def stated_costs(text: str) -> dict[str, float]:
-    """Return fields of `StepCosts` from "name=number,…". Raises ConfigError for other text."""
+    """Return the costs that the user states, as fields of `StepCosts`.
+
+    The form of `text` is "name=number,name=number". Raises ConfigError for other text.
+    """
     found = {}
     for item in text.split(","):
         name, _, number = item.partition("=")
@@ -180,7 +193,10 @@ def stated_costs(text: str) -> dict[str, float]:
 
 
 def _by_bound(found: Sequence[Prediction]) -> list[Prediction]:
-    """Return the fastest prediction for each age bound. Layouts in which all devices take turns have their own rows."""
+    """Return the fastest prediction for each age bound.
+
+    Layouts in which all devices take turns are compared separately from layouts that split the devices.
+    """
     kinds = dict.fromkeys((not one.is_shared, one.bound) for one in found)
     return [
         min((one for one in found if (not one.is_shared, one.bound) == kind), key=lambda one: one.step)

@@ -1,7 +1,7 @@
-"""Read a role's `strategy_args`: its engine, devices and layout.
+"""Read `strategy_args` of a role: its engine, devices and layout.
 
-A ROLL strategy that does not exist here is replaced by the nearest strategy, with a warning; with `strict_strategies:
-true` it is refused. Options of the engine pass through untouched.
+A strategy of ROLL that does not exist here is replaced by the nearest one, with a warning. If strict_strategies is
+true, such a strategy is refused. Options of the engine are passed on unchanged.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,10 @@ SGLANG = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """Devices and layout of a role, and the options of its engine. A field is None if its value has a problem."""
+    """Devices and layout of a role, and the options of its engine.
+
+    A field is None if its value has a problem.
+    """
 
     devices: tuple[int, ...] | None = None
     layout: Layout | None = None  # None also if devices and sizes do not match; for vLLM, dp is the number of engines
@@ -54,10 +57,14 @@ class Strategy:
 
 
 def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
-    """Return the devices of a role; None if a problem was reported.
+    """Return the devices of a role; return None if a problem was reported.
 
-    By default, the student has all devices of the run (`every` is their number), and other roles take turns on these
-    devices, as in ROLL's documentation.
+    By default, the student has all devices of the run, and the other roles take turns on the student's devices. This is
+    the rule in ROLL's documentation.
+
+    Args:
+        student: the student's strategy; None for the student itself, and for a role without default devices.
+        every: number of devices of the run; 0 for a role without default devices.
     """
     if worker.device_mapping is not None:
         with worker.diag.catching("device_mapping", ValueError):
@@ -76,7 +83,12 @@ def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[
 
 
 def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | None:
-    """Return the strategy_config of a role whose task is `job` (train, frozen, rollout); None after a problem."""
+    """Return the strategy_config of a role; return None if a problem was reported.
+
+    Args:
+        job: task of the role: train, frozen or rollout.
+        strict: whether a strategy that does not exist here is refused instead of replaced.
+    """
     wanted, key = STRATEGY[job], "strategy_args.strategy_name"
     if worker.strategy_args is None:
         return {}
@@ -105,11 +117,11 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
 
 
 def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
-    """Convert the parallel sizes in another engine's settings to options of the engine that replaces it.
+    """Convert the parallel sizes of another engine to options of the engine that replaces it.
 
-    Ulysses splits a sequence over devices that hold shards of the model, like tensor parallelism with sequence
-    parallelism. In both cases, the data-parallel size is devices / size. An sglang or Hugging Face engine has
-    num_gpus_per_worker devices.
+    Ulysses splits a sequence over devices that hold shards of the model. Tensor parallelism with sequence parallelism
+    does the same, so the Ulysses size becomes the tensor-parallel size. In both cases, the data-parallel size is the
+    number of devices divided by this size. An sglang or Hugging Face engine has num_gpus_per_worker devices.
     """
     assert worker.strategy_args is not None
     config = worker.strategy_args.strategy_config or {}
@@ -127,9 +139,10 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
 def read_megatron(
     worker: Worker, job: str, strict: bool, student: Strategy | None = None, *, every: int = 0
 ) -> Strategy:
-    """Return the placement of a Megatron role. `student` and `every` are arguments of `read_devices`.
+    """Return the placement of a Megatron role.
 
-    A role that takes turns with the student has the student's layout by default.
+    A role that takes turns with the student has the student's layout by default. For `student` and `every`, see
+    `read_devices`.
     """
     devices = read_devices(worker, student, every)
     if devices is None and worker.device_mapping is None:
@@ -153,7 +166,7 @@ def read_megatron(
 
 
 def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
-    """Split a Megatron strategy_config into parallel sizes, switches and options for the engine."""
+    """Return (parallel sizes, switches, options for the engine) of a Megatron strategy_config."""
     sizes: dict[str, int] = {}
     switches: dict[str, bool] = {}
     args: dict[str, Any] = {}
@@ -183,7 +196,7 @@ def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str,
 
 
 def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Sequence[str] = ()) -> bool:
-    """Whether an option is passed to the engine; report options that are wrong or have no effect."""
+    """Return whether an option is passed to the engine; report an option that is wrong or has no effect."""
     if remark := no_effect(engine, key):
         diag.note(key, remark)
     elif problem := option_problem(engine, key, value, also_known):
@@ -194,7 +207,7 @@ def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Se
 
 
 def _is_taken(key: str, value: Any, diag: Diagnostics) -> bool:
-    """Whether a Megatron option is passed to the engine; report options that are refused or have no effect."""
+    """Return whether a Megatron option is passed to the engine; report an option that is refused or has no effect."""
     if refusal := supported.refusal(key, value):
         diag.unsupported(key, refusal)
     elif remark := supported.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
@@ -226,7 +239,10 @@ def _layout(
 
 
 def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, every: int = 0) -> Strategy:
-    """Return the placement of a role's engines. `student` and `every` are arguments of `read_devices`."""
+    """Return the placement of a role's engines.
+
+    For `student` and `every`, see `read_devices`.
+    """
     devices = read_devices(worker, student, every)
     config = read_strategy(worker, "rollout", strict)
     if config is None:

@@ -1,4 +1,4 @@
-"""Plan runs on rows with answers: rows, loss and number of steps."""
+"""Plan runs on rows with answers: the rows, the loss and the number of steps."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,10 @@ from roll_opd.planner.role_reader import Role, Roles
 
 @dataclass(frozen=True)
 class SupervisedParts:
-    """The checked parts of a run on rows with answers; `fields` returns the plan's fields."""
+    """The checked parts of a run on rows with answers.
+
+    Method `fields` converts them to fields of the plan.
+    """
 
     top: Supervised
     roles: Roles
@@ -37,7 +40,10 @@ class SupervisedParts:
         return self.top.sequence_length
 
     def fields(self) -> dict[str, Any] | None:
-        """Return the fields of the plan that only a run on rows has; None if problems were reported."""
+        """Return the fields that only the plan of a run on rows with answers has.
+
+        The result is None if problems were reported.
+        """
         top, roles, train, data = self.top, self.roles, self.train, self.data
         check_values.check_micro_batches(roles.all(), self.longest, answers=top.answers)
         rows, update = check_values.rows_per_step(top, train)
@@ -65,7 +71,10 @@ class SupervisedParts:
 
 
 def read(sections: Sections, roles: Roles) -> SupervisedParts | None:
-    """Return the checked parts of a run on rows; None if its keys or its student could not be read."""
+    """Return the checked parts of a run on rows with answers.
+
+    The result is None if the keys or the student of the run could not be read.
+    """
     top, train = sections.top, roles.train
     if not isinstance(top, Supervised) or train is None:
         return None
@@ -86,7 +95,10 @@ def read(sections: Sections, roles: Roles) -> SupervisedParts | None:
 
 
 def _objective(top: Supervised) -> ObjectivePlan:
-    """Return the loss of the pipeline or of `algorithm_type`, with its arguments."""
+    """Return the loss of the run, with its arguments.
+
+    The loss is that of `algorithm_type`, or of the pipeline if this key is not set.
+    """
     name = top.algorithm_type or top.algorithm
     objective = ObjectivePlan(paired=top.answers == 2, kl_loss="k2", gamma=0.0)
     try:
@@ -122,7 +134,7 @@ def _objective(top: Supervised) -> ObjectivePlan:
 
 
 def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int) -> tuple[int, float | None]:
-    """Return (steps, epochs) of the run. If max_steps sets the steps, the epochs are None."""
+    """Return (steps, epochs) of the run; `epochs` is None if max_steps sets the number of steps."""
     args = train.worker.training_args
     assert isinstance(args, EpochArgs)
     epochs, key = args.num_train_epochs, "num_train_epochs"

@@ -1,4 +1,4 @@
-"""Plan and check the contexts of teachers, and teachers whose weights follow the student's."""
+"""Plan and check the contexts of teachers, and check teachers whose weights follow the student's."""
 
 from roll_opd.config.plan import ContextPlan
 from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, keys_of, shared
@@ -13,10 +13,13 @@ PREFIX_TOPK = 20  # default of --max-logprobs in vLLM's servers
 
 
 def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
-    """Return the context of teacher `name` for responses of up to `response` tokens.
+    """Return the context of a teacher; None if the teacher reads the student's prompt.
 
-    The result is None if the teacher reads the student's prompt. By default, a hint may be as long as a response,
-    within the limits of the model and of micro-batches.
+    By default, a hint may be as long as a response, but the model and the micro-batches limit its length.
+
+    Args:
+        name: name of the teacher.
+        response: maximum number of tokens of a response.
     """
     worker = role.worker
     if not (has_context(role) or role.is_aligned) or not isinstance(worker, TeacherWorker):
@@ -36,9 +39,10 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
 
 
 def prefix_topk(role: Role, top: Top) -> int:
-    """Return the size of the top-k that the log-probs of single student tokens need from a teacher.
+    """Return the number k of most likely tokens that a teacher must return for each token; 0 if none are needed.
 
-    The result is 0 if no top-k is needed: for a teacher with the student's tokenizer, and for log-probs of chunks.
+    Only a teacher with a tokenizer other than the student's needs a top-k, because the log-prob of a single student
+    token is computed from it. If log-probs are compared per chunk of text, no top-k is needed.
     """
     if not role.is_aligned or role.info is None or top.opd_chunk_credit != "prefix":
         return 0
@@ -46,17 +50,21 @@ def prefix_topk(role: Role, top: Top) -> int:
 
 
 def has_context(role: Role) -> bool:
-    """Whether a teacher's context differs from the student's."""
+    """Return whether a teacher's context differs from the student's."""
     return any(getattr(role.worker, key, None) is not None for key in keys_of(ContextKeys))
 
 
 def follows(role: Role) -> bool:
-    """Whether a teacher's weights follow the student's."""
+    """Return whether a teacher's weights follow the student's."""
     return isinstance(role.worker, TeacherWorker) and role.worker.follows_student is not None
 
 
 def check_teachers(roles: Roles, top: Top, response: int) -> None:
-    """Check contexts, teachers that follow the student, and objectives with teachers aligned by chunks of text."""
+    """Check the teachers of a run.
+
+    The checks are about teachers with their own context, teachers whose weights follow the student's, and teachers with
+    a tokenizer other than the student's.
+    """
     if "opd_chunk_credit" in top.written and not any(role.is_aligned for role in roles.teachers.values()):
         top.diag.note("opd_chunk_credit", "has no effect, as every teacher has the student's tokenizer")
     for role in roles.teachers.values():
@@ -76,7 +84,11 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
 
 
 def _check_aligned(role: Role, top: Top) -> None:
-    """Check that log-probs of text suffice for the objective, and that the teacher's source can compute them."""
+    """Check the objective for a teacher whose tokenizer differs from the student's.
+
+    The objective must need log-probs of text only, and the source of the teacher's log-probs must be able to compute
+    them.
+    """
     if top.opd_objective != "sampled":
         top.diag.error(
             "opd_objective",
@@ -114,7 +126,7 @@ def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -
 
 
 def _limits(role: Role) -> dict[str, int]:
-    """Return a map from the name of a limit to the maximum number of tokens in a teacher's sequence."""
+    """Return the maximum number of tokens in a teacher's sequence, by the name of the limit."""
     found = {}
     if role.info:
         found["the positions of its model"] = role.info.max_positions
@@ -126,8 +138,8 @@ def _limits(role: Role) -> dict[str, int]:
 def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -> None:
     """Check a teacher whose weights follow the student's.
 
-    The teacher must start with the student's weights. After that, it must differ from the student by its context or by
-    older weights.
+    Such a teacher must start with the student's weights. After that, it must have a different context or older weights,
+    because otherwise every reverse KL is 0.
     """
     assert worker.follows_student
     follow = worker.follows_student

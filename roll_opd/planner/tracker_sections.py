@@ -1,7 +1,7 @@
-"""Trackers of a run and their arguments, from `track_with` and `tracker_kwargs`.
+"""Read the trackers of a run and their arguments from `track_with` and `tracker_kwargs`.
 
-In a run with one tracker, `tracker_kwargs` are the arguments of this tracker, as in ROLL. In a run with several
-trackers, `tracker_kwargs` maps the name of each tracker to its arguments.
+If the run has one tracker, `tracker_kwargs` are its arguments, as in ROLL. If the run has several trackers,
+`tracker_kwargs` maps the name of each tracker to its arguments.
 """
 
 from typing import Any
@@ -20,7 +20,10 @@ GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step 
 
 
 def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
-    """Return a map from each tracker to its arguments, in the order of `track_with`; report problems."""
+    """Return a map from each tracker to its arguments, in the order of `track_with`.
+
+    Problems are reported.
+    """
     written = []
     for name in dict.fromkeys(top.track_with):
         with top.diag.catching("track_with", PathError):
@@ -53,7 +56,7 @@ def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a text may name a tracker: a built-in name, or a user's class."""
+    """Return whether a text can be the name of a tracker: a known name, or the dotted path of a user's class."""
     return name in TRACKERS.builtin or name in TRACKERS.elsewhere or DOTTED.fullmatch(name) is not None
 
 
@@ -68,7 +71,10 @@ def _check_name(top: Run, name: str) -> bool:
 
 
 def _checked(name: str, written: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return the arguments of a tracker. Arguments of a user's class are not checked."""
+    """Return the arguments of a tracker that are not None; report wrong arguments.
+
+    The arguments of a user's class are not checked.
+    """
     args = {argument: value for argument, value in written.items() if value is not None}
     if name in TRACKERS.builtin:
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):

@@ -1,1 +1,4 @@
-"""Report of a run: one HTML file that opens without a server or a network. It is made from the run directory."""
+"""Make the report of a run from its run directory.
+
+The report is one HTML file, which opens without a server and without a network.
+"""

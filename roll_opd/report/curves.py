@@ -1,6 +1,6 @@
-"""Curves of the report: extract points from rows of `metrics.jsonl` and downsample them, with pure functions.
+"""Curves of the report: read points from rows of `metrics.jsonl`, and downsample them.
 
-A point is (step, value).
+A point is (step, value). All functions are pure.
 """
 
 import itertools
@@ -19,9 +19,10 @@ def points(rows: Iterable[Mapping[str, float]], name: str) -> list[Point]:
 
 
 def downsample(curve: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return no more points than `most` (4 or more): the first, the last, and the extremes of ranges of equal length.
+    """Return at most `most` points of a curve; `most` must be 4 or more.
 
-    Outliers are kept; points are not interpolated.
+    The first and the last point are kept. The points between them are split into ranges of equal length, and the
+    minimum and the maximum of each range are kept. Outliers therefore stay, and no points are interpolated.
     """
     if len(curve) <= most:
         return list(curve)
@@ -33,7 +34,10 @@ def downsample(curve: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 
 def trend(curve: Sequence[Point], most: int = TREND_POINTS) -> list[tuple[float, float]]:
-    """Return the means over `most` ranges of equal length; empty for a curve of fewer than `TREND_FROM` points."""
+    """Return the trend of a curve: the means over `most` ranges of equal length.
+
+    The result is empty for a curve of fewer than `TREND_FROM` points.
+    """
     if len(curve) < TREND_FROM:
         return []
     runs = [curve[run.start : run.stop] for run in _ranges(range(len(curve)), most)]
@@ -46,22 +50,29 @@ def mean(values: Sequence[float]) -> float:
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means of the first and the last tenth of `values` (not empty), as in `summary.json`."""
+    """Return (mean of the first tenth, mean of the last tenth) of `values`, as in `summary.json`.
+
+    `values` must not be empty.
+    """
     tenth = -(-len(values) // 10)
     return mean(values[:tenth]), mean(values[-tenth:])
 
 
 def spread(items: Sequence[int], most: int) -> list[int]:
-    """Return no more items than `most` (2 or more), evenly spread from the first to the last."""
+    """Return at most `most` items, evenly spaced from the first to the last; `most` must be 2 or more."""
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: int) -> list[dict[str, float]]:
-    """Return the means of `names` over up to `most` equal ranges of rows.
+    """Return the means of metrics over ranges of rows of equal length.
 
-    In a returned row, the keys `step` and `to` are the first and the last step of its range.
+    There are at most `most` ranges, and each becomes one row. In that row, the key `step` is the first step of the
+    range, and the key `to` is the last step.
+
+    Args:
+        names: the metrics that are averaged.
     """
     groups = [rows[run.start : run.stop] for run in _ranges(range(len(rows)), min(most, len(rows)))]
     return [
@@ -72,6 +83,6 @@ def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: in
 
 
 def _ranges(places: range, count: int) -> list[range]:
-    """Return `places` cut into `count` ranges with lengths that differ by at most one."""
+    """Split `places` into `count` ranges whose lengths differ by at most one."""
     edges = [places.start + len(places) * run // count for run in range(count + 1)] if count else []
     return [range(begin, end) for begin, end in itertools.pairwise(edges)]

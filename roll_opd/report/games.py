@@ -1,4 +1,7 @@
-"""Write a held-out game before and after training as text in two columns, which a run prints at its end."""
+"""Show a held-out game before and after training, as text in two columns.
+
+A run prints this text at its end.
+"""
 
 import re
 import unicodedata
@@ -17,10 +20,13 @@ ACTION_PREFIX = "> "
 
 
 def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a game as played at the first and the last validation; "" if no game was played at both validations.
+    """Return a game as played at the first and at the last validation, in two columns.
 
-    `rows` are the rows of `validation_samples.jsonl`. The first game whose reward is higher at the last validation than
-    at the first is chosen, else the first game.
+    The game is the first one whose reward is higher at the last validation than at the first, or else the first game.
+    The result is "" if no game was played at both validations.
+
+    Args:
+        rows: rows of `validation_samples.jsonl`.
     """
     students = [row for row in rows if row.get("by") == "student" and row.keys() >= NEEDED]
     if not students or any("." in str(row["id"]).rpartition("/")[2] for row in students):
@@ -41,12 +47,18 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    """Return the tag and seed of a game: its id without the draw number and the run number."""
+    """Return the tag and the seed of a game.
+
+    They are the id of the row without the draw number and the run number.
+    """
     return str(row["id"]).rpartition("#")[0]
 
 
 def _lines(row: Mapping[str, Any], when: str) -> list[str]:
-    """Return the lines of a game under a title: observations, and actions prefixed by `ACTION_PREFIX`."""
+    """Return the lines of a game: a title, the observations and the actions.
+
+    Actions start with `ACTION_PREFIX`.
+    """
     reward = "" if row["reward"] is None else f", reward {row['reward']:g}"
     lines = [*_text_lines(row["prompt"])]
     start_of_turn, acted = 0, None
@@ -66,7 +78,7 @@ def _text_lines(text: str, mark: str = "") -> list[str]:
 
 
 def _columns(text: str) -> int:
-    """Return how many terminal columns `text` takes."""
+    """Return the number of terminal columns that `text` needs."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(character) in WIDE for character in text)
@@ -74,7 +86,10 @@ def _columns(text: str) -> int:
 
 
 def _cut(line: str) -> str:
-    """Return `line`, cut and ended with three dots if it is wider than `WIDTH` columns."""
+    """Return `line`, shortened if it is wider than `WIDTH` columns.
+
+    A shortened line ends with three dots.
+    """
     if _columns(line) <= WIDTH:
         return line
     while _columns(line) > WIDTH - 3:

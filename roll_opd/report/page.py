@@ -1,9 +1,7 @@
 """Write the report page: one HTML file that contains its data, its styles and its scripts.
 
-The Content-Security-Policy of the page forbids all other content.
-
-The scripts (`assets/*.js`) insert every text as plain text, never as HTML. The data is JSON, escaped so that it cannot
-close its `<script>` element.
+The Content-Security-Policy of the page forbids all other content. The scripts (`assets/*.js`) insert all text as plain
+text, never as HTML. The data is JSON. It is escaped, so that it cannot close its `<script>` element.
 """
 
 import base64
@@ -33,9 +31,13 @@ MAX_SENTENCE = 2000  # maximum characters of a warning or error from the run's f
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
-    """Atomically write the report of the run at `run` to `output` (default: in the run directory); return the file.
+    """Write the report of a run atomically, and return its file.
 
-    Raises `NoRun` if the path has no run, `OSError` if the file cannot be written.
+    Raises `NoRun` if there is no run at the path, and `OSError` if the file cannot be written.
+
+    Args:
+        run: path of the run.
+        output: the file to write; None means a file in the run directory.
     """
     run = find_run(run)
     output = output or run / REPORT
@@ -44,7 +46,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the HTML page of `data` (from `contents`)."""
+    """Return the HTML page for `data`, the result of `contents`."""
     style, script = _asset("style.css"), "\n".join(_asset(name) for name in SCRIPTS)
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
     parts = {
@@ -59,7 +61,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
-    """Return all data of the page as JSON types."""
+    """Return all data of the page, as JSON types."""
     mode, rows = mode_of(run), with_surprise(run.metrics)
     shown, pairs = samples.chosen_samples(run.samples), samples.answers_by_prompt(run.answers)
     everyone = shown + [row for group in pairs for row in group]
@@ -97,7 +99,10 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
 
 
 def _state(run: RunRecord) -> dict[str, str]:
-    """Return the state of the run: finished, stopped, or open (still running, or killed)."""
+    """Return the state of the run: finished, stopped or open.
+
+    An open run is still in progress, or it was killed.
+    """
     total, done = number(run.config.get("max_steps")), run.last_step
     progress = f"{done} of {int(total)} steps" if total and total > 0 else f"{done} steps"
     ended = run.facts.get("ended")
@@ -110,12 +115,18 @@ def _state(run: RunRecord) -> dict[str, str]:
 
 
 def _totals(run: RunRecord) -> dict[str, Any]:
-    """Return the summary of the run; for an unfinished run, the summary of its steps so far."""
+    """Return the summary of the run.
+
+    For an unfinished run, the summary is computed from the steps so far.
+    """
     return {**summarize(run.metrics), **run.summary}
 
 
 def _figures(run: RunRecord) -> dict[str, float]:
-    """Return steps, generated tokens and wall time, as in the final table on the console."""
+    """Return the number of steps, the number of generated tokens and the wall time.
+
+    The final table on the console has the same figures.
+    """
     totals = _totals(run)
     found = {name: number(totals.get(name)) or 0.0 for name in ("steps", "generated_tokens", "wall_seconds")}
     return {
@@ -126,7 +137,10 @@ def _figures(run: RunRecord) -> dict[str, float]:
 
 
 def _time(run: RunRecord) -> dict[str, Any]:
-    """Return the seconds of start-up, phases and end, and the seconds per step (means over equal ranges of steps)."""
+    """Return the seconds of the run, and the seconds of its steps.
+
+    The seconds of the run are split into start-up, phases and end. The seconds per step are means over ranges of steps.
+    """
     totals = _totals(run)
     given = totals["phase_seconds"] if isinstance(totals["phase_seconds"], dict) else {}
     total = {name: seconds for name, value in given.items() if (seconds := number(value)) and seconds > 0}
@@ -165,13 +179,13 @@ def _preflight(given: Any) -> list[dict[str, Any]]:
 
 
 def _warnings(run: RunRecord) -> list[str]:
-    """Return the warnings from the run's start and from its summary, without duplicates."""
+    """Return the warnings from the start of the run and from its summary, each one once."""
     found = [text for source in (run.facts, run.summary) for text in _list(source.get("warnings"))]
     return [limited(text, MAX_SENTENCE) for text in list(dict.fromkeys(map(str, found)))[:MAX_WARNINGS]]
 
 
 def _facts(run: RunRecord) -> list[list[str]]:
-    """Return (name, value) pairs of models, machine and versions."""
+    """Return [name, value] pairs: the run directory, changed settings, models, machine and versions."""
     found = {"run directory": str(run.path)}
     found |= _changes(run)
     for part in ("models", "machine", "versions"):
@@ -185,7 +199,10 @@ def _parts(run: RunRecord) -> list[Any]:
 
 
 def _changes(run: RunRecord) -> dict[str, str]:
-    """Return a mapping from "changed from step N" to a text of the settings that the resume at step N changed."""
+    """Return the settings that changed at each resume, as text.
+
+    The keys are "changed from step N".
+    """
     found = {}
     for part in _parts(run)[1:]:
         changed = part.get("changed") if isinstance(part, dict) else None

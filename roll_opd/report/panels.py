@@ -1,4 +1,7 @@
-"""Panels of the report for each mode: charts of the main metrics, and a table of values before and after training."""
+"""Panels of the report for each mode of a run.
+
+The panels are charts of the main metrics. A table has their values before and after training.
+"""
 
 import itertools
 import math
@@ -28,7 +31,10 @@ MODES = {  # titles for runs whose title was not recorded
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart. Each line is (metric, name); lines without values are left out."""
+    """A chart of one or more metrics.
+
+    Lines without values are left out.
+    """
 
     title: str
     what: str
@@ -106,7 +112,10 @@ PANELS = (
 
 
 def mode_of(run: RunRecord) -> str:
-    """Return the run's mode, as recorded at its start or derived from its metrics; "" if unknown."""
+    """Return the mode of the run; "" if unknown.
+
+    The mode was recorded when the run started. If it is missing, it is derived from the metrics.
+    """
     recorded = run.facts.get("mode")
     if isinstance(recorded, str):
         return recorded
@@ -119,7 +128,10 @@ def mode_of(run: RunRecord) -> str:
 
 
 def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return copies of the rows. If no row has a measured entropy, `SURPRISE` is added to the copies."""
+    """Return copies of the rows.
+
+    If no row has a measured entropy, the metric `SURPRISE` is added: the negative mean log-prob of the student.
+    """
     if any("actor/entropy" in row for row in rows):
         return [dict(row) for row in rows]
     return [{**row, **({SURPRISE: -row[STUDENT_LOGPROB]} if STUDENT_LOGPROB in row else {})} for row in rows]
@@ -128,7 +140,8 @@ def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]
 def charts(rows: Sequence[Mapping[str, float]], mode: str, *, of_games: bool = False) -> list[dict[str, Any]]:
     """Return the panels that have values, as data for the page.
 
-    If `of_games` is set, the validation panel describes games instead of prompts.
+    Args:
+        of_games: whether the validation panel is about games instead of prompts.
     """
     panels = [_as_games(panel) if of_games else panel for panel in _panels(rows, mode)]
     drawn = [_chart(panel, rows) for panel in panels]
@@ -142,11 +155,14 @@ def all_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[floa
 
 
 def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: bool = True) -> list[dict[str, Any]]:
-    """Return a row for each line of the panels, with the values before and after training and the teacher's value.
+    """Return the table of values before and after training, with one row for each line of the panels.
 
-    For validation metrics these are the first and the last value; for other metrics, the means over the first and the
-    last tenth of the steps. Set `comparable` to False if the settings changed during the run. The rows of these other
-    metrics then do not state whether the difference is noise.
+    For a validation metric, the values are the first and the last one. For other metrics, they are the means over the
+    first and the last tenth of the steps. The validation accuracy also has the teacher's value.
+
+    Args:
+        comparable: False if the settings changed during the run. Rows of metrics other than validation metrics then do
+            not state whether the difference is noise.
     """
     table = []
     for panel in _panels(rows, mode):
@@ -172,12 +188,15 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
 
 
 def _as_reward(panel: Panel) -> Panel:
-    """Return the validation panel with the title and the text of a mean reward, for rewards other than 0 and 1."""
+    """Return the validation panel with the title and the text for a mean reward.
+
+    It is used if rewards have values other than 0 and 1.
+    """
     return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
 
 
 def _as_games(panel: Panel) -> Panel:
-    """Return the panel. The text of a validation panel is replaced by a text about games."""
+    """Return the panel. If it is a validation panel, its text is about games."""
     if panel.lines[0][0] != ACCURACY:
         return panel
     if panel.title == "Validation reward":
@@ -188,10 +207,10 @@ def _as_games(panel: Panel) -> Panel:
 def _is_noise(
     rows: Sequence[Mapping[str, float]], metric: str, values: Sequence[float], difference: float
 ) -> bool | None:
-    """Return whether a difference between before and after is within noise; None if unknown.
+    """Return whether the difference between before and after is within noise; None if unknown.
 
-    Validation metrics have recorded standard errors over prompts. For metrics of every step, the differences between
-    neighbouring steps estimate the noise.
+    For the validation accuracy, the noise is the recorded standard error over prompts. It is unknown for other
+    validation metrics. For metrics of every step, it is estimated from the differences between neighbouring steps.
     """
     if metric == ACCURACY:
         stderrs = [value for _, value in points(rows, ACCURACY_STDERR)]

@@ -1,7 +1,7 @@
-"""Read a run directory for the report. Missing, broken or incomplete files become sentences in `problems`.
+"""Read a run directory for the report.
 
-A file may be large, come from an older version, or end in an incomplete line. Values that are not finite numbers are
-left out.
+For a missing, broken or incomplete file, a sentence is added to `problems`. A file may be large, come from an older
+version, or end in an incomplete line. Values that are not finite numbers are left out.
 """
 
 import json
@@ -24,12 +24,15 @@ BROKEN = (ValueError, RecursionError)  # of parsing
 
 
 class NoRun(Exception):
-    """There is no run at the path; the text is shown to the user."""
+    """There is no run at the path; the message is shown to the user."""
 
 
 @dataclass(frozen=True)
 class StepLines:
-    """An index of a JSON Lines file by step. Lines are parsed on access, since the file may have gigabytes."""
+    """An index of a JSON Lines file by step.
+
+    A line is parsed when it is accessed, because the file may have gigabytes.
+    """
 
     path: Path
     places: Mapping[int, list[int]] = field(default_factory=dict)  # step -> byte offsets of its lines
@@ -39,7 +42,7 @@ class StepLines:
         return sorted(self.places)
 
     def rows(self, wanted: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the `wanted` steps; skip broken lines."""
+        """Yield the rows of the steps in `wanted`; skip broken lines."""
         try:
             with self.path.open("rb") as file:
                 for step in wanted:
@@ -74,7 +77,10 @@ class RunRecord:
 
 
 def find_run(path: Path) -> Path:
-    """Return the run directory at `path` or at the link `latest` in `path`. Raises `NoRun` if neither has a run."""
+    """Return the run directory: `path` itself, or the target of the link `latest` in it.
+
+    Raises `NoRun` if there is no run at either place.
+    """
     for place in (path, path / "latest"):
         if any((place / name).exists() for name in RUN_FILES):
             return place.resolve()
@@ -84,7 +90,7 @@ def find_run(path: Path) -> Path:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read the run directory `path` into a record."""
+    """Read a run directory."""
     problems: list[str] = []
     metrics = _metrics(path / METRICS, problems)
     config_text = _text(path / CONFIG, problems)
@@ -107,7 +113,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number, or None for anything else."""
+    """Return `value` as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -156,7 +162,10 @@ def _lines_of(count: int) -> str:
 
 
 def _lines(path: Path, problems: list[str], optional: bool = False) -> Iterator[bytes]:
-    """Yield the lines of a regular file with their line ends; skip other files (reading a FIFO would block)."""
+    """Yield the lines of a regular file, with their line ends.
+
+    Other files, such as a FIFO, are skipped, because reading them could block.
+    """
     try:
         if path.is_file():
             with path.open("rb") as file:

@@ -1,4 +1,7 @@
-"""Select and shorten the samples of a report, with the recorded values of each token."""
+"""Select and shorten the samples of a report.
+
+The samples have the recorded values of each token.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -20,7 +23,10 @@ EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, floa
 
 
 def chosen_samples(lines: StepLines) -> list[dict[str, Any]]:
-    """Return recorded samples of up to `STEPS` steps, evenly spread from the first to the last."""
+    """Return recorded samples of at most `STEPS` steps.
+
+    The steps are evenly spaced from the first to the last.
+    """
     found: list[dict[str, Any]] = []
     for step in spread(lines.steps, STEPS):
         found += list(lines.rows([step]))[:SAMPLES_PER_STEP]
@@ -28,7 +34,10 @@ def chosen_samples(lines: StepLines) -> list[dict[str, Any]]:
 
 
 def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
-    """Return the answers to each held-out prompt: the student's at first, middle and last step, then the teachers'."""
+    """Return a list of answers for each held-out prompt.
+
+    The student's answers at the first, the middle and the last step come first. The teachers' answers follow.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in lines.rows(spread(lines.steps, 3)):
         groups.setdefault(_prompt(row), []).append(row)
@@ -36,12 +45,15 @@ def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """Return the key of a row's prompt: the row's id without draw number and sample number."""
+    """Return the key of a row's prompt: the row's id without the draw number and the sample number."""
     return str(row.get("id")).rpartition("#")[0] or str(row.get("prompt"))
 
 
 def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
-    """Return the largest length limit per sample that keeps the sum of all lengths within `budget`."""
+    """Return the maximum number of tokens to show of each sample.
+
+    It is the largest limit for which all shown samples together have at most `budget` tokens.
+    """
     left, rest = budget, sorted(lengths)
     while rest and rest[0] * len(rest) <= left:
         left -= rest.pop(0)
@@ -57,10 +69,11 @@ def length_of(row: Mapping[str, Any]) -> int:
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return a recorded sample as data for the page, shortened to `limit` tokens: its beginning and its end.
+    """Return a recorded sample as data for the page.
 
-    `values` are log-probs (`student`, `rollout`, `reference`, `teacher/NAME`) and `advantage`, null if missing.
-    A sample without recorded token ends becomes one piece of text without values.
+    A sample with more than `limit` tokens is shortened to its beginning and its end. `values` in the result has the
+    log-probs (`student`, `rollout`, `reference`, `teacher/NAME`) and the `advantage` of each token; a missing value is
+    null. A sample without recorded token ends becomes one piece of text without values.
     """
     length, response = length_of(row), str(row.get("response") or "")
     ends = _ends(row.get("token_ends"), length, response)
@@ -99,7 +112,10 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
 
 
 def reverse_kl(row: Mapping[str, Any]) -> list[float]:
-    """Return log p(student) - log p(teacher) at a sample's action tokens, for each teacher of the sample."""
+    """Return log p(student) - log p(teacher) of each action token.
+
+    The result is for all teachers of the sample, one after the other.
+    """
     columns = _columns(row, length_of(row))
     student = columns.get("student", [])
     return [
@@ -112,7 +128,10 @@ def reverse_kl(row: Mapping[str, Any]) -> list[float]:
 
 
 def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
-    """Return statistics of the reverse KL over the tokens recorded in `steps`; None without teacher log-probs."""
+    """Return statistics of the reverse KL over the tokens recorded in `steps`.
+
+    The result is None if no teacher log-probs were recorded.
+    """
     rows = list(lines.rows(spread(list(steps), 25)))
     gaps = [gap for row in rows for gap in reverse_kl(row)]
     if not gaps:
@@ -131,7 +150,10 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
-    """Return the recorded columns, with one value for each response token. The value of an observed token is None."""
+    """Return the recorded columns of a sample, with one value for each response token.
+
+    The value of an observed token is None.
+    """
     sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
     by = limited(row.get("by") or STUDENT)  # the model whose log-probs the sampler recorded
     given = {
@@ -150,13 +172,19 @@ def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None
 
 
 def _acted(row: Mapping[str, Any], length: int) -> list[bool]:
-    """Return a mask of the action tokens in the response; True everywhere if no mask was recorded."""
+    """Return the mask of the action tokens in the response.
+
+    If no mask was recorded, all tokens are action tokens.
+    """
     mask = _list(row.get("action_mask"))
     return [bool(acts) for acts in mask] if len(mask) == length else [True] * length
 
 
 def _hits(row: Mapping[str, Any]) -> list[Any]:
-    """Return, for each action token, whether it is in a teacher's top-k."""
+    """Return, for each action token, whether it is in the teacher's top-k.
+
+    The result is for all teachers of the sample, one after the other.
+    """
     length = length_of(row)
     acted = _acted(row, length)
     columns = [_list(column) for column in _dict(row.get("teacher_topk_hits")).values()]
@@ -164,9 +192,9 @@ def _hits(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
-    """Return [first token, kind, turn number] of each unbroken run of shown tokens.
+    """Return [first token, kind, turn number] for each sequence of shown tokens that belong together.
 
-    The kind is 1 for action tokens and 0 for observed tokens.
+    Such a sequence has tokens of one kind and no gap. The kind is 1 for action tokens and 0 for observed tokens.
     """
     turns: list[list[int]] = []
     number = 0
@@ -180,14 +208,20 @@ def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
 
 
 def _turn_rewards(row: Mapping[str, Any], acted: Sequence[bool]) -> list[float | None]:
-    """Return the reward of each turn; empty unless there is one reward for each turn."""
+    """Return the reward of each turn.
+
+    The result is empty if the number of rewards is not the number of turns.
+    """
     rewards = _list(row.get("turn_rewards"))
     turns = sum(acts and not before for before, acts in itertools.pairwise([False, *acted]))
     return [_short(number(reward)) for reward in rewards] if len(rewards) == turns else []
 
 
 def _ends(given: Any, length: int, response: str) -> list[int] | None:
-    """Return the end offset of each token in the response text, or None if not recorded."""
+    """Return the end offset of each token in the response text.
+
+    The result is None if the offsets were not recorded or do not fit the text.
+    """
     if not isinstance(given, list) or len(given) != length or not all(isinstance(end, int) for end in given):
         return None
     if given != sorted(given) or (given and (given[0] < 0 or given[-1] != len(response))):
@@ -198,15 +232,19 @@ def _ends(given: Any, length: int, response: str) -> list[int] | None:
 def _masked(
     row: Mapping[str, Any], length: int, kept: Sequence[int], names: Sequence[str] = ("action_mask", "loss_mask")
 ) -> list[int]:
-    """Return the indices of excluded tokens among the shown tokens (`kept`); the loss excludes these tokens."""
+    """Return the indices of shown tokens that the loss excludes.
+
+    Args:
+        kept: positions of the shown tokens in the response.
+    """
     masks = [mask for name in names if len(mask := _list(row.get(name))) == length]
     return [shown for shown, place in enumerate(kept) if not all(mask[place] for mask in masks)]
 
 
 def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]:
-    """Return the chunk of each shown token, or None for a token that belongs to no chunk.
+    """Return the chunk of each shown token; None for a token that belongs to no chunk.
 
-    A chunk has the number of its student tokens and the texts of its teacher tokens.
+    A chunk stores how many student tokens it covers, and the text of each teacher token.
     """
     by_token: dict[int, list[Any]] = {}
     for chunk in _list(given):
@@ -218,7 +256,7 @@ def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]
 
 
 def _behind(row: Mapping[str, Any]) -> int | None:
-    """Return the age, in updates, of the oldest weights that sampled a training row; None if unknown."""
+    """Return the age of the oldest weights that sampled a training row, in updates; None if unknown."""
     step = row.get("step")
     runs = [run for run in _list(row.get("versions")) if isinstance(run, list) and run]
     versions = [run[0] for run in runs if isinstance(run[0], int)]

@@ -1,4 +1,7 @@
-"""Escape text of models and users for display and for embedding in HTML."""
+"""Escape text from models and users.
+
+The escaped text can be displayed and embedded in HTML.
+"""
 
 import json
 import unicodedata
@@ -10,14 +13,20 @@ ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # so that a script e
 
 
 def visible(text: str) -> str:
-    """Return `text`; invisible characters and characters that change the text direction become `⟨U+202E⟩` etc."""
+    """Return `text` with code points in place of invisible characters, for example `⟨U+202E⟩`.
+
+    Characters that change the text direction are replaced too.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(_shown(character) for character in text)
 
 
 def limited(value: Any, most: int = 300) -> str:
-    """Return the `visible` text of a value, shortened in the middle to at most `most` characters; "" for None."""
+    """Return a value as `visible` text; "" for None.
+
+    Text of more than `most` characters is shortened in the middle.
+    """
     text = "" if value is None else str(value)
     if len(text) > most:
         text = f"{text[: most // 2]} … {len(text) - most} characters … {text[-most // 2 :]}"
@@ -31,9 +40,9 @@ def _shown(character: str) -> str:
 
 
 def script_json(value: Any) -> str:
-    """Return strict JSON for the inside of a `<script>` element: ASCII without `<`, `>` and `&`.
+    """Return JSON that is safe inside a `<script>` element.
 
-    Raises `ValueError` if a number is not finite.
+    The JSON is ASCII and contains no `<`, `>` or `&`. Raises `ValueError` if a number is not finite.
     """
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character, escape in ESCAPES.items():
@@ -42,6 +51,9 @@ def script_json(value: Any) -> str:
 
 
 def rounded(value: float, digits: int) -> float | int:
-    """Return `value` rounded to `digits` significant digits; an integral result is an int, whose text is shorter."""
+    """Return `value` rounded to `digits` significant digits.
+
+    An integral result is returned as an int, because its text is shorter.
+    """
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short

@@ -1,4 +1,4 @@
-"""Public interface for user rewards: `from roll_opd.rewards import Score, register`."""
+"""Public interface for rewards of users: `from roll_opd.rewards import Score, register`."""
 
 from roll_opd.rewards.interface import Failure, RewardSample, Score
 from roll_opd.rewards.reward_registry import register

@@ -1,7 +1,7 @@
-"""Parse the chosen options of a multiple-choice answer: "B", "(B)", "B. Paris", "A and C", an option's text.
+"""Parse the options that a multiple-choice answer chooses: "B", "(B)", "B. Paris", "A and C", or the text of an option.
 
-Only separate letters count. "A" and "I" before a word are an article and a pronoun, "A or B" is not an answer, and a
-lower-case letter counts only in brackets or before punctuation.
+A letter counts only if it is a separate word. "A" and "I" before a word are an article and a pronoun. "A or B" is not
+an answer. A lower-case letter counts only in brackets or before punctuation.
 """
 
 import re
@@ -43,7 +43,10 @@ _REFUSED = re.compile(
 
 
 def options_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return letter -> text of a row's `options` or `choices`, a list, mapping or `{"label": [...], "text": [...]}`."""
+    """Return the options of a row, as a map from letter to text.
+
+    The row has the options in `options` or `choices`: a list, a mapping, or `{"label": [...], "text": [...]}`.
+    """
     found = row.get("options") or row.get("choices")
     if isinstance(found, Mapping) and isinstance(found.get("text"), Sequence) and not isinstance(found["text"], str):
         labels = found.get("label") or [chr(ord("A") + index) for index in range(len(found["text"]))]
@@ -61,7 +64,7 @@ def _without_letter(option: str) -> str:
 
 
 def right_choices(ground_truth: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the letters that a ground truth names; None if it names none."""
+    """Return the letters of the options that a ground truth names; None if it names no option."""
     named = [_named_by(answer, options) for answer in short_answers.several(ground_truth)]
     return frozenset().union(*named) if all(named) else None
 
@@ -78,7 +81,10 @@ def _named_by(answer: str, options: Mapping[str, str]) -> frozenset[str]:
 
 
 def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
-    """Return whether a ground truth names an option rather than a short answer ("DNA", "E. coli")."""
+    """Return whether a ground truth names an option.
+
+    Short answers such as "DNA" or "E. coli" name no option.
+    """
     if options:
         return right_choices(ground_truth, options) is not None
     boxed = short_answers.last_boxed(ground_truth)
@@ -86,10 +92,10 @@ def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None, bool]:
-    """Return (chosen letters of a response or None, whether they are boxed).
+    """Return (letters, boxed): the letters that a response chooses or None, and whether they are in a box.
 
-    The last box that names an option decides. Without such a box, the last sentence that announces an answer decides,
-    else the last line.
+    The last box decides if it names an option. Otherwise, the last sentence that announces an answer decides. If there
+    is no such sentence, the last line decides.
     """
     text = short_answers.after_thinking(text)
     boxed = short_answers.last_boxed(text)
@@ -104,7 +110,10 @@ def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None
 
 
 def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the choice of an answer; None if it has no choice, empty if it has alternatives ("A or B")."""
+    """Return the letters that an answer chooses.
+
+    The result is None if the answer chooses nothing, and empty if it gives alternatives such as "A or B".
+    """
     letters = letters_at_start(answer)
     if letters and _BARE.fullmatch(short_answers.undecorated(answer)):
         return letters
@@ -112,7 +121,10 @@ def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def letters_at_start(text: str) -> frozenset[str] | None:
-    """Return the letters of the choice at the start of `text`; None if there is no choice, empty for "A or B"."""
+    """Return the letters of the choice at the start of a text.
+
+    The result is None if there is no choice, and empty for alternatives such as "A or B".
+    """
     text = short_answers.undecorated(text)
     if _SPACED.fullmatch(text):
         return frozenset(text.split())
@@ -141,19 +153,22 @@ def _match_end(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 
 def _is_a_word(run: str, text: str, end: int) -> bool:
-    """Return whether "A" or "I" is an article or a pronoun, judged by the next word."""
+    """Return whether "A" or "I" is an article or a pronoun; the word after it decides."""
     after = _WORD_AFTER.match(text, end)
     return run in ("A", "I") and after is not None and after[1].lower() not in _AFTER_ANSWER
 
 
 def _with_text(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the option whose text is `text`; None if no option, or more than one option, has this text."""
+    """Return the letter of the option that has this text.
+
+    The result is None if no option or several options have this text.
+    """
     same = [letter for letter, option in options.items() if short_answers.same_text(text, option)]
     return frozenset(same) if len(same) == 1 else None
 
 
 def _declared_right(text: str) -> frozenset[str] | None:
-    """Return the last letter that the text declares correct ("B is correct")."""
+    """Return the last letter that the text declares correct, for example in "B is correct"; None if there is none."""
     letters = [right[1] for right in _IS_RIGHT.finditer(short_answers.undecorated(text))]
     return frozenset(letters[-1]) if letters else None
 

@@ -1,10 +1,12 @@
-"""JSON client of one HTTP URL with retries, rate limits and outage detection, and `ChatEndpoint` for judge models.
+"""JSON client of one URL, with retries, rate limits and detection of outages.
 
-Rewards and teachers on HTTP servers use the client.
+Rewards and teachers on HTTP servers use the client `Endpoint`. `ChatEndpoint` is the client for judge models.
 
-Transient failures (429, 5xx, timeouts, lost connections, unreadable answers) are retried for `retry_seconds`, and each
-failed attempt is counted; permanent failures (401, 404) end the request immediately. After several consecutive failures
-the endpoint counts as down: one request at a time probes it, and all others wait.
+Transient failures are retried for `retry_seconds`: 429, 5xx, timeouts, lost connections and unreadable answers. Each
+failed attempt is counted. Permanent failures such as 401 and 404 end the request immediately.
+
+After several consecutive failures, the endpoint counts as down. Then one request at a time probes the server, and all
+other requests wait.
 """
 
 import asyncio
@@ -44,11 +46,10 @@ _log = logging.getLogger(__name__)
 
 
 class GaveUp(Exception):
-    """A request has failed after all retries.
+    """A request has failed, and it is not retried any more.
 
-    Failures are counted by their `kind`. The message contains the URL and a remedy.
-
-    `is_final` is set if the server refused the request permanently, so that another attempt is useless.
+    Failures are counted by their `kind`. The message contains the URL and a remedy. `is_final` is True if the server
+    refused the request permanently, so that another attempt is useless.
     """
 
     def __init__(self, kind: str, message: str, is_final: bool = False) -> None:
@@ -58,7 +59,10 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Rate limits and timeouts of an endpoint; raises `RewardError` for a wrong value."""
+    """Rate limits and timeouts of an endpoint.
+
+    Raises `RewardError` for a wrong value.
+    """
 
     request_seconds: float = 120  # timeout of a request, from its first byte to the last byte of the response
     retry_seconds: float = 300  # time limit of retries, per request and per outage
@@ -77,7 +81,10 @@ class RequestLimits:
 
 
 class AttemptFailed(Exception):
-    """One attempt failed. If `again` is set, another attempt may succeed after at least `pause` seconds."""
+    """One attempt failed.
+
+    If `again` is True, another attempt may succeed. It should wait for at least `pause` seconds.
+    """
 
     def __init__(self, kind: str, detail: str, again: bool = True, pause: float = 0.0) -> None:
         super().__init__(detail)
@@ -85,7 +92,7 @@ class AttemptFailed(Exception):
 
 
 class Endpoint:
-    """A client of one URL, for any number of tasks in one event loop."""
+    """Client of one URL, for any number of tasks in one event loop."""
 
     def __init__(
         self,
@@ -97,11 +104,13 @@ class Endpoint:
         method: Literal["POST", "GET"] = "POST",
         gives_up: bool = True,
     ) -> None:
-        """Check the URL and the headers; error messages never contain headers or the URL's query.
+        """Check the URL and the headers.
+
+        Error messages never contain the headers or the query of the URL.
 
         Args:
             advice: the remedy for each kind of failure.
-            gives_up: whether retries end after `retry_seconds`; if False, the time for retries is not limited.
+            gives_up: whether retries end after `retry_seconds`. If False, there is no time limit for retries.
         """
         self._method = method
         self._retry_seconds = limits.retry_seconds if gives_up else math.inf
@@ -115,9 +124,14 @@ class Endpoint:
         self._last = ""
 
     async def ask(self, body: Any, read: Callable[[Any], Answer], errors: Counter[str]) -> Answer:
-        """Send `body`; return the JSON response parsed by `read`, which raises ValueError for an unusable response.
+        """Send a request; return the JSON response, parsed by `read`.
 
-        `errors` counts the retried failures by kind. Raises `GaveUp` with the kind of the last failure.
+        Raises `GaveUp` with the kind of the last failure.
+
+        Args:
+            body: content of the request.
+            read: parser of the response; raises ValueError for an unusable response.
+            errors: counter of the retried failures, by kind.
         """
         self._bind_to_loop()
         content = b"" if self._method == "GET" else json.dumps(body, default=str).encode()
@@ -139,7 +153,7 @@ class Endpoint:
                 return answer
 
     def _bind_to_loop(self) -> None:
-        """Create the client and the locks at the first call in the running event loop."""
+        """Create the client and the locks when the first request of an event loop is sent."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -157,7 +171,7 @@ class Endpoint:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last attempt failed with a transient failure."""
+        """Whether the last attempt had a transient failure."""
         return self._failures > 0
 
     @property
@@ -165,7 +179,7 @@ class Endpoint:
         return self._failures >= DOWN_AFTER
 
     def _note(self, failed: AttemptFailed | None, now: float) -> None:
-        """Count consecutive failures over all requests, and warn when the endpoint goes down or recovers."""
+        """Count the consecutive failures of all requests; warn when the endpoint goes down or recovers."""
         if failed is None or not failed.again:
             if self._down:
                 _log.warning("%s recovered after %.0f s", self.shown_url, now - self._failing_since)
@@ -185,7 +199,8 @@ class Endpoint:
     def _down_for(self, arrived: float, now: float) -> float:
         """Return the seconds that a request has waited in the current outage; 0 without an outage.
 
-        The request was made at time `arrived`.
+        Args:
+            arrived: time at which the request was made.
         """
         return now - max(arrived, self._failing_since) if self._down else 0.0
 
@@ -201,7 +216,10 @@ class Endpoint:
             return await self._exchange(content, read)
 
     def _refuse_if_lost(self, arrived: float) -> None:
-        """Raise `GaveUp` without another attempt if the request has waited for `retry_seconds`."""
+        """Raise `GaveUp` if a request has waited for `retry_seconds` in the current outage.
+
+        The request then makes no further attempt.
+        """
         waited = self._down_for(arrived, time.monotonic())
         if waited >= self._retry_seconds:
             raise GaveUp(
@@ -210,7 +228,10 @@ class Endpoint:
             )
 
     async def _turn(self) -> None:
-        """Wait for the end of a pause and for the next slot under `requests_per_minute`."""
+        """Wait until a request may be sent.
+
+        A pause after a failure must have ended, and `requests_per_minute` must permit another request.
+        """
         while (wait := self._resume_at - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         if self._limits.requests_per_minute is not None:
@@ -220,7 +241,7 @@ class Endpoint:
             await asyncio.sleep(start - now)
 
     async def _exchange(self, content: bytes, read: Callable[[Any], Answer]) -> Answer:
-        """Send one request and return the parsed answer. AttemptFailed for a failure."""
+        """Send one request and return the parsed answer; raise AttemptFailed if it fails."""
         import httpx
 
         seconds = self._limits.request_seconds
@@ -256,7 +277,7 @@ class Endpoint:
 
 
 def _delay(failing_for: float) -> float:
-    """Return the delay before a retry.
+    """Return the seconds before the next attempt.
 
     The delay is the time since the first failure, between `FIRST_DELAY` and `MAX_DELAY`, with jitter. It therefore
     grows exponentially.
@@ -265,7 +286,10 @@ def _delay(failing_for: float) -> float:
 
 
 def _retry_after(response: "httpx.Response") -> float:
-    """Return the seconds in the server's Retry-After header, which has a number or a date; 0 if it is missing."""
+    """Return the seconds that the server's Retry-After header asks for; 0 if the header is missing.
+
+    The header has a number of seconds or a date. Long times are cut to `MAX_PAUSE`.
+    """
     text = response.headers.get("Retry-After", "").strip()
     seconds = 0.0
     with contextlib.suppress(ValueError, TypeError, OverflowError):
@@ -276,7 +300,10 @@ def _retry_after(response: "httpx.Response") -> float:
 
 
 def _checked_url(text: str) -> "tuple[httpx.URL, str]":
-    """Return the URL, and for error messages the same URL without password and query, which may contain a key."""
+    """Return (URL, text for error messages).
+
+    The text is the URL without user name, password, query and fragment, because these may contain a key.
+    """
     import httpx
 
     try:
@@ -310,10 +337,15 @@ CHAT_ADVICE = {
 
 
 class ChatEndpoint:
-    """`Complete` over HTTP."""
+    """`Complete` that sends requests to a chat completions API."""
 
     def __init__(self, url: str, body: Mapping[str, Any], key: str, limits: RequestLimits) -> None:
-        """`body`: fields of a request other than the messages; fields that are None are omitted."""
+        """Create the client of a judge model.
+
+        Args:
+            body: fields of each request, except the messages. Fields that are None are omitted.
+            key: the API key; "" if the server needs no key.
+        """
         if not url or not body["model"]:
             raise RewardError(
                 "llm_judge needs judge_api_url (such as http://host:8000/v1) and judge_model_name; write both"
@@ -327,7 +359,10 @@ class ChatEndpoint:
 
 
 def chat_url(url: str) -> str:
-    """Return `http://host/v1/chat/completions` for `http://host`, `http://host/v1` or the full URL."""
+    """Return the URL of the chat completions API, for example `http://host/v1/chat/completions`.
+
+    `url` is `http://host`, `http://host/v1` or the full URL.
+    """
     import httpx
 
     try:
@@ -343,7 +378,10 @@ def chat_url(url: str) -> str:
 
 
 def read_completion(answer: Any) -> str:
-    """Return the text of a chat completion, empty if the text is missing; raises ValueError for other JSON."""
+    """Return the text of a chat completion; empty if the text is missing.
+
+    Raises ValueError for JSON that is not a chat completion.
+    """
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

@@ -1,7 +1,8 @@
-"""Reward interface: a sync or async function that maps each `RewardSample` of a batch to a `Score` or a `Failure`.
+"""Interface of rewards.
 
-Rewards get text and the row's other keys; the field `experience` has tokens and log-probs. `flag`, `choice` and
-`number` validate the configured arguments of a reward.
+A reward is a sync or async function. It maps each `RewardSample` of a batch to a `Score` or a `Failure`. Rewards get
+the text of a sample and the other keys of its row. The field `experience` has tokens and log-probs. `flag`, `choice`
+and `number` validate the configured arguments of a reward.
 """
 
 import math
@@ -16,7 +17,10 @@ TIMEOUT = "timeout"  # kind of a Failure
 
 
 class RewardError(ValueError):
-    """A reward is missing, misconfigured or violates the interface; the text states the problem and a remedy."""
+    """A reward is missing or misconfigured, or it violates the interface.
+
+    The message states the problem and a remedy.
+    """
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,10 @@ class RewardSample:
 
     @property
     def prompt(self) -> str:
-        """Text of the rendered prompt. Special tokens are contained neither in this text nor in `response`."""
+        """Text of the rendered prompt.
+
+        Neither this text nor `response` contains special tokens.
+        """
         return self.read_prompt()
 
 
@@ -41,7 +48,7 @@ class RewardSample:
 class Score:
     """The score of one sample.
 
-    A reward may return a plain number in place of `Score(number)`, and None in place of `Score(None)`.
+    A reward may return a plain number instead of `Score(number)`, and None instead of `Score(None)`.
     """
 
     value: float | None  # finite value; None: the reward does not apply to this sample
@@ -53,7 +60,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """Result for a sample that could not be scored; `on_error` decides how the sample is handled."""
+    """Result for a sample that could not be scored.
+
+    Key `on_error` of the reward decides what happens to the sample.
+    """
 
     kind: str  # kind such as "timeout" or "http_500"; kinds are counted by name
     message: str  # what failed, where, and what to do
@@ -66,7 +76,7 @@ Scores = Sequence[Score | Failure | float | None]
 
 
 class RewardFunction(Protocol):
-    """Callable that returns the scores of a batch in the order of its samples.
+    """Function that returns the scores of a batch, in the order of its samples.
 
     It is called concurrently and from any thread. Coroutine functions are awaited.
     """
@@ -75,7 +85,10 @@ class RewardFunction(Protocol):
 
 
 def read_scores(scores: Scores, samples: Sequence[RewardSample], name: str) -> list[Scored]:
-    """Validate the return value of a reward and return one `Scored` per sample; raises `RewardError`."""
+    """Validate the result of a reward, and return one `Scored` per sample.
+
+    Raises `RewardError` if the result violates the interface.
+    """
     if isinstance(scores, str) or not hasattr(scores, "__len__"):
         raise RewardError(f"reward {name} returned {type(scores).__name__}; return a list with one score per sample")
     if len(scores) != len(samples):
@@ -107,21 +120,21 @@ Name = TypeVar("Name", bound=str)
 
 
 def flag(reward: str, key: str, value: object) -> bool:
-    """Return a bool argument; raises `RewardError` for other types."""
+    """Return `value` if it is a bool; raise `RewardError` otherwise."""
     if not isinstance(value, bool):
         raise RewardError(f"reward {reward}: {key} is {value!r}; write true or false")
     return value
 
 
 def choice(reward: str, key: str, value: Name, known: Collection[Name]) -> Name:
-    """Return an argument that is one of the `known` names; raises `RewardError` if it is not."""
+    """Return `value` if it is one of the known names; raise `RewardError` otherwise."""
     if not isinstance(value, str) or value not in known:
         raise RewardError(f"reward {reward}: {key} is {value!r}; write one of {', '.join(known)}")
     return value
 
 
 def number(reward: str, key: str, value: object, least: float = -math.inf) -> float:
-    """Return an argument as a finite number of at least `least`; raises `RewardError` if it is not such a number."""
+    """Return `value` as a float if it is a finite number of at least `least`; raise `RewardError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise RewardError(f"reward {reward}: {key} is {value!r}; write a number{bound}")

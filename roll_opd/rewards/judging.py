@@ -1,9 +1,11 @@
-"""Judge models: prompt templates, parsers of the verdict, and a cache of verdicts.
+"""Judge models: prompt templates, parsers of verdicts, and a cache of verdicts.
 
-The fields of a template (`{prompt}`, `{response}`, `{ground_truth}` and others) are replaced in one pass and everything
-else is kept, so braces in a template's JSON or in a response are safe. `{boundary}` marks the start and end of the
-response. It is a hash of the response, so that no response can contain its own marker. The last JSON object or pattern
-match in a verdict counts, because a judge may first quote other verdicts, such as a verdict in the graded response.
+A template has fields such as `{prompt}`, `{response}` and `{ground_truth}`. All fields are replaced in one pass and
+other text is kept, so braces in a template's JSON or in a response are safe. The field `{boundary}` marks the start and
+the end of the response. It is a hash of the response, so that no response can contain its own marker.
+
+The last JSON object or pattern match in a verdict counts. The judge may quote other verdicts before it, for example a
+verdict that is part of the response.
 """
 
 import asyncio
@@ -36,9 +38,14 @@ ReadVerdict = Callable[[str], Verdict | None]  # None: no verdict found
 
 
 def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict:
-    """Return a parser that reads a number, or a word such as YES, from the last match of `pattern`.
+    """Return a parser that reads the verdict from the last match of a pattern.
 
-    If the pattern has groups, the parser reads the first group that matched, otherwise the whole match.
+    The verdict is a number, or a word such as YES. If the pattern has groups, the parser reads the first group that
+    matched. Otherwise it reads the whole match.
+
+    Args:
+        low: number that becomes the score 0.
+        high: number that becomes the score 1.
     """
 
     def read(text: str) -> Verdict | None:
@@ -53,9 +60,13 @@ def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict
 
 
 def by_json(keys: Sequence[str], low: float, high: float) -> ReadVerdict:
-    """Return a parser that reads the last JSON object with all `keys`.
+    """Return a parser that reads the verdict from the last JSON object that has all keys.
 
-    The score is the mean of the values of `keys`, and each of these values is a part.
+    The score is the mean of the values of the keys. With several keys, each value is also a part of the score.
+
+    Args:
+        low: number that becomes the score 0.
+        high: number that becomes the score 1.
     """
 
     def read(text: str) -> Verdict | None:
@@ -75,7 +86,7 @@ def by_json(keys: Sequence[str], low: float, high: float) -> ReadVerdict:
 
 
 def _without_thought(text: str) -> str:
-    """Return the text after the judge's thought; empty if the thought is unfinished."""
+    """Return the end of the text after the judge's thought; empty if the thought is not finished."""
     _, end, answer = text.rpartition("</think>")
     if not end and "<think>" in answer:
         return ""
@@ -83,7 +94,10 @@ def _without_thought(text: str) -> str:
 
 
 def _scaled(written: Any, low: float, high: float) -> float | None:
-    """Scale a number in low..high, or a word of `WORDS`, to 0..1; None if the value is neither."""
+    """Scale a number from `low` to `high`, or a word of `WORDS`, to a score from 0 to 1.
+
+    The result is None for other values.
+    """
     if isinstance(written, str):
         written = WORDS.get(written.strip().lower(), written)
     if isinstance(written, bool):
@@ -98,7 +112,7 @@ def _scaled(written: Any, low: float, high: float) -> float | None:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the top-level JSON objects in a text, in order."""
+    """Yield the top-level JSON objects of a text, in order."""
     decoder = json.JSONDecoder()
     position = text.find("{")
     while position >= 0:
@@ -120,7 +134,7 @@ class _SharedCall(Generic[Answer]):
 
 
 class VerdictCache(Generic[Answer]):
-    """LRU cache of at most `size` answers; size 0 disables it."""
+    """LRU cache of at most `size` answers; a size of 0 disables the cache."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -128,8 +142,11 @@ class VerdictCache(Generic[Answer]):
         self._pending: dict[str, _SharedCall[Answer]] = {}
 
     async def get(self, question: str, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Return the cached answer to `question`, else the result or error of one `ask()` that concurrent calls
-        share."""
+        """Return the answer to a question, from the cache if possible.
+
+        If the answer is not cached, `ask()` is called. Concurrent calls with the same question share one `ask()`, and
+        each gets its result or its error.
+        """
         if not self._size:
             return await ask()
         if question in self._known:
@@ -160,7 +177,7 @@ class VerdictCache(Generic[Answer]):
 
 @dataclass(frozen=True)
 class JudgePrompt:
-    """Template of a judge's prompt, with the parser of the verdict."""
+    """Template of a judge's prompt, and the parser of the verdict."""
 
     template: str
     verdict: str = "regex"
@@ -243,13 +260,16 @@ _PLACE = re.compile(  # question and reference are ROLL's names
 
 
 def check_template(template: str, where: str) -> None:
-    """Raise `RewardError` for a template without the response."""
+    """Check that a template contains the response; raise `RewardError` otherwise."""
     if "{response}" not in template:
         raise RewardError(f"{where} has no {{response}}, so the judge would not see the response; add {{response}}")
 
 
 def filled(template: str, sample: RewardSample) -> str | None:
-    """Render the template for `sample`; None if the sample lacks a field (a ground truth, a row's key)."""
+    """Return the template, filled with the fields of a sample.
+
+    The result is None if the sample lacks a field, such as the ground truth or a key of its row.
+    """
     values = {place: _value(place, sample) for place in set(_PLACE.findall(template))}
     if None in values.values():
         return None

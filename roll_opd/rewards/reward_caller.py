@@ -1,10 +1,10 @@
 """Call a reward with a timeout, and return one result per sample.
 
-If the call for a batch fails, the reward is called again for each sample of the batch.
+If the call for a batch fails, the reward is called again for each single sample.
 
-A plain function runs in a thread, which cannot be stopped. A call that times out is therefore counted in `hung`, and
-the owner of the process replaces the process. Exceptions that would affect the event loop (SystemExit, CancelledError,
-StopIteration) become failures of the sample.
+A plain function runs in a thread, and a thread cannot be stopped. A call that times out is therefore counted in `hung`,
+and the owner of the process replaces the process. Exceptions that would affect the event loop become failures of the
+sample: SystemExit, CancelledError and StopIteration.
 """
 
 import asyncio
@@ -31,15 +31,19 @@ from roll_opd.rewards.interface import (
 
 
 class Caller:
-    """Caller of one reward from an event loop; plain functions run in `executor`."""
+    """Calls one reward from an event loop.
+
+    Plain functions run in `executor`.
+    """
 
     def __init__(
         self, name: str, reward: RewardFunction, executor: Executor, timeout: float | None = None, most_calls: int = 256
     ) -> None:
         """Create a caller.
 
-        `timeout` is in seconds per sample; if it is None, the reward limits its time itself. `most_calls` is the
-        maximum number of concurrent calls.
+        Args:
+            timeout: seconds per sample; None if the reward limits its time itself.
+            most_calls: maximum number of concurrent calls.
         """
         self._name, self._reward, self._executor, self._timeout = name, reward, executor, timeout
         self._calls = asyncio.Semaphore(most_calls)
@@ -47,7 +51,10 @@ class Caller:
         self.hung = 0
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """Return a score or a failure for each sample, in order; raises `RewardError` for a malformed result."""
+        """Return a score or a failure for each sample, in order.
+
+        Raises `RewardError` if the result of the reward violates the interface.
+        """
         try:
             async with self._calls:
                 scores = await self._answer(samples)
@@ -87,7 +94,7 @@ class Caller:
 
 
 class _Raised(Exception):
-    """Wrapper of an `error` that would affect the event loop."""
+    """Wrapper of an exception that would affect the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -106,7 +113,10 @@ def _call(reward: RewardFunction, samples: Sequence[RewardSample]) -> Scores | A
 
 
 async def _awaited(answer: Awaitable[Scores], limit: float | None) -> Scores:
-    """Await with a timeout like `asyncio.wait_for`, but do not wait for a task that ignores its cancellation."""
+    """Await a coroutine with a timeout, as `asyncio.wait_for` does.
+
+    Unlike `asyncio.wait_for`, this function does not wait for a task that ignores its cancellation.
+    """
     task = asyncio.ensure_future(_guarded(answer))
     try:
         done, _ = await asyncio.wait([task], timeout=limit)
@@ -127,9 +137,10 @@ async def _guarded(answer: Awaitable[Scores]) -> Scores:
 
 
 def weighted(scores: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:
-    """Return the weighted sum of several rewards' scores of one sample; each score is a part named after its reward.
+    """Return the weighted sum of the scores that several rewards give to one sample.
 
-    A failure of one reward is a failure of the sum; a value of None makes the sum None.
+    Each score is a part of the sum, named after its reward. If one reward failed, the result is its failure. If the
+    value of one score is None, the value of the sum is None.
     """
     errors: Counter[str] = Counter()
     for scored in scores.values():

@@ -1,8 +1,9 @@
-"""`REWARDS` registry: find a reward by registered name, ROLL's class path, or dotted path.
+"""Registry `REWARDS`: find a reward by its registered name, by ROLL's class path, or by a dotted path.
 
-A function is itself the reward; it is called with the configured arguments. A class is instantiated once with these
-arguments, and its method `score` is the reward. A function with the signature of verl or TRL is rejected; the error
-message contains the source code of an adapter.
+A function is itself the reward. It is called with the samples and the configured arguments. A class is instantiated
+once with these arguments, and the method `score` of the instance is the reward.
+
+A function with the signature of verl or TRL is rejected. The error message contains the source code of an adapter.
 """
 
 import inspect
@@ -19,7 +20,7 @@ from roll_opd.rewards.interface import RewardError, RewardFunction
 
 @dataclass(frozen=True)
 class RewardFacts:
-    """Properties of a reward that the planner needs."""
+    """Properties of a reward that the planner and the pipelines need."""
 
     needs_ground_truth: bool = False
     keeps_time: bool = False  # the reward sets a time limit itself; other rewards get `timeout` seconds per sample
@@ -40,21 +41,25 @@ register = REWARDS.register
 
 
 def reward_arguments(worker: str) -> dict[str, inspect.Parameter]:
-    """Return the configurable arguments of reward `worker`; raises the errors of `resolve`.
+    """Return the arguments of a reward that can be configured; raise the errors of `resolve`.
 
-    A function's first argument (the samples) is not configurable, nor are a class's positional-only arguments: the
-    process that creates an instance passes them.
+    The first argument of a function cannot be configured, because it is the samples. Positional-only arguments of a
+    class cannot be configured either, because they are passed by the process that creates an instance.
     """
     found = _find(worker)
     return arguments(found, given_by_us=0 if inspect.isclass(found) else 1)
 
 
 def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> RewardFunction:
-    """Return reward `worker` with `args` bound.
+    """Return a reward with its configured arguments bound.
 
-    `worker` is a registered name, a ROLL class path (`roll.pipeline....MathRuleRewardWorker`) or a dotted path to a
-    user's function or class. If `worker` is a class, `given` are the first arguments of its constructor. If `worker` is
-    unknown, the `RewardError` lists the known names.
+    Raises `RewardError` with the known names if the reward is unknown.
+
+    Args:
+        worker: a registered name, a ROLL class path (`roll.pipeline....MathRuleRewardWorker`), or a dotted path to a
+            user's function or class.
+        args: the configured arguments.
+        given: the first arguments of the constructor, if the reward is a class.
     """
     found = _checked(worker, args, given)
     if not inspect.isclass(found):
@@ -64,8 +69,10 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> 
 
 
 def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
-    """Raise the errors of `resolve`. A built-in class is instantiated, which checks the machine's requirements. A
-    user's class is not instantiated, because its constructor could load a model.
+    """Raise the errors of `resolve`.
+
+    A built-in class is instantiated, so that it checks the requirements on the machine. A user's class is not
+    instantiated, because its constructor could load a model.
     """
     if worker in REWARDS.builtin:
         resolve(worker, args)
@@ -74,7 +81,10 @@ def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
 
 
 def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...] = ()) -> Callable[..., Any]:
-    """Return the function or class of reward `worker`; raises `RewardError` if it cannot score or rejects `args`."""
+    """Return the function or the class of a reward.
+
+    Raises `RewardError` if it cannot score samples, or if it does not accept the configured arguments.
+    """
     found = _find(worker)
     is_class = inspect.isclass(found)
     if is_class and not {"score", "__call__"} & set(dir(found)):
@@ -136,9 +146,10 @@ _NEVER_SAMPLES = {"completions", "prompts", "data_source", "data_sources", "solu
 
 
 def is_foreign(reward: Callable[..., Any], arguments: Collection[str] = ()) -> bool:
-    """Return whether a function has the signature of another system, such as verl or TRL.
+    """Return whether a function has the signature of another framework, such as verl or TRL.
 
-    `arguments` are the names of the arguments that the configuration sets.
+    Args:
+        arguments: names of the arguments that the configuration sets.
     """
     taken = [parameter for parameter in _named(reward) if parameter.name not in arguments]
     if not taken or taken[0].name in ("sample", "samples"):
@@ -149,7 +160,7 @@ def is_foreign(reward: Callable[..., Any], arguments: Collection[str] = ()) -> b
 
 
 def adapter(reward: Callable[..., Any]) -> str:
-    """Return the source of a reward function that calls `reward`, a function with a foreign signature."""
+    """Return the source code of a reward function that calls a function with the signature of another framework."""
     name, parameters = reward.__name__, _named(reward)
     in_lists = any(parameter.name in _BATCH_OF for parameter in parameters)
     fields = _BATCH_OF if in_lists else _FIELD_OF

@@ -1,4 +1,6 @@
-r"""Extraction and normalisation of final answers: last `\boxed{...}`, else "the answer is", else the last line.
+r"""Extraction and normalisation of final answers.
+
+The final answer is in the last `\boxed{...}`, or else after "the answer is", or else in the last line.
 
 Every function takes time linear in its text. Regular expressions from users and rows have a timeout. They are matched
 by the package `regex`, because Python's module `re` cannot be stopped while it matches a pattern such as `(a+)+b`.
@@ -47,7 +49,10 @@ def after_thinking(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced `\boxed{...}` (`\fbox`, `\box`); None if there is none."""
+    r"""Return the content of the last `\boxed{...}` with balanced braces; None if there is none.
+
+    `\fbox` and `\box` count too.
+    """
     opened: list[tuple[int, int]] = []  # (start of the command or -1 for a bare brace, start of its content)
     start, inside = -1, None
     for brace in _BRACE.finditer(text):
@@ -63,9 +68,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def announced(text: str) -> list[str]:
-    """Return the rest of the line after each "the answer is", "Answer:", "答案是" or `<answer>`.
+    """Return the text after each announcement of an answer, up to the end of the line.
 
-    The list starts with the last announcement of the text.
+    An announcement is "the answer is", "Answer:", "答案是" or `<answer>`. The last one of the text comes first.
     """
     marks = [mark.end() for mark in _MARK.finditer(text)][-MAX_MARKS:]
     tails = [text[end : end + REACH].lstrip() for end in reversed(marks)]
@@ -73,15 +78,15 @@ def announced(text: str) -> list[str]:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of `text` that is not blank; empty if there is none.
+    """Return the last line of `text` that is not blank; "" if there is none.
 
-    Of a long line, only the end is returned.
+    If the line is long, only its end is returned.
     """
     return text.rstrip().rpartition("\n")[2].strip()[-REACH:]
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer of `text`; empty if there is none."""
+    """Return the final answer of `text`; "" if there is none."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -89,12 +94,19 @@ def final_answer(text: str) -> str:
 
 
 def undecorated(text: str) -> str:
-    r"""Return `text` without Markdown's asterisks, and LaTeX's dollars, braces and font commands such as `\text`."""
+    r"""Return `text` without decoration.
+
+    The decoration is Markdown's asterisks, and the dollar signs, braces and font commands of LaTeX, such as `\text`.
+    """
     return _DECORATION.sub("", text).strip()
 
 
 def without_punctuation(text: str) -> str:
-    """Return `text` without punctuation; -5, 1.5 and 50% stay unchanged, 1,000 becomes 1000."""
+    """Return `text` without punctuation.
+
+    Signs that belong to a number are kept: -5, 1.5 and 50% stay unchanged. Thousands separators are removed: 1,000
+    becomes 1000.
+    """
     return _SIGN.sub(lambda sign: sign["kept"] or ("" if sign["dropped"] else " "), text)
 
 
@@ -109,7 +121,11 @@ NORMALIZATIONS: dict[Normalization, Callable[[str], str]] = {
 
 
 def normalized(text: str, how: Collection[Normalization] = tuple(NORMALIZATIONS)) -> str:
-    """Return `text` after the normalisations named in `how`, applied in the order of the table."""
+    """Return `text` after some normalisations, applied in the order of `NORMALIZATIONS`.
+
+    Args:
+        how: names of the normalisations.
+    """
     for name, normalize in NORMALIZATIONS.items():
         if name in how:
             text = normalize(text)
@@ -117,13 +133,19 @@ def normalized(text: str, how: Collection[Normalization] = tuple(NORMALIZATIONS)
 
 
 def same_text(one: str, other: str) -> bool:
-    """Return whether two answers are equal, ignoring Markdown and LaTeX decoration, case, articles and punctuation."""
+    """Return whether two answers are equal after normalisation.
+
+    Decoration of Markdown and LaTeX, case, articles and punctuation are ignored.
+    """
     one, other = (normalized(undecorated(text)) for text in (one, other))
     return bool(one) and one == other
 
 
 def several(ground_truth: str) -> tuple[str, ...]:
-    """Return the acceptable answers of a ground truth: the entries of a JSON list, else the text itself."""
+    """Return the accepted answers of a ground truth.
+
+    They are the entries of a JSON list, or else the text itself.
+    """
     if ground_truth.lstrip().startswith("["):
         try:
             listed = json.loads(ground_truth)
@@ -145,7 +167,7 @@ class PatternTimeout(Exception):
 
 
 def compiled(reward: str, key: str, pattern: object) -> Pattern:
-    """Compile a pattern in which `.` matches newlines; raises `RewardError` if it is invalid."""
+    """Compile a pattern in which `.` also matches newlines; raise `RewardError` if the pattern is invalid."""
     if not isinstance(pattern, str):
         raise RewardError(f"reward {reward}: {key} is {pattern!r}; write a regular expression")
     try:
@@ -157,9 +179,10 @@ def compiled(reward: str, key: str, pattern: object) -> Pattern:
 
 
 def matches(pattern: Pattern, text: str, whole: bool) -> bool:
-    """Return whether a part of the text matches; raises `PatternTimeout`.
+    """Return whether a text matches a pattern; raise `PatternTimeout` if the match takes too long.
 
-    If `whole` is set, the whole text must match.
+    Args:
+        whole: whether the whole text must match; if False, a part of it suffices.
     """
     match = pattern.fullmatch if whole else pattern.search
     try:

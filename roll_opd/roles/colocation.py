@@ -1,7 +1,8 @@
-"""Let roles that share devices take turns: a role is loaded for a call after the others have released the devices.
+"""Let roles that share devices take turns.
 
-`roll_opd.models.device_phases` has the rules; this module applies them to the processes of the roles. Members are the
-roles that share devices. Without members, every call goes directly to the processes of the called role.
+A role is loaded for a call after the other roles have released the devices. `roll_opd.models.device_phases` has the
+rules, and this module applies them to the processes of the roles. The members of a scheduler are the roles that share
+devices. Without members, every call goes directly to the processes of the called role.
 """
 
 import asyncio
@@ -16,23 +17,29 @@ from roll_opd.models.device_phases import Move, Phase, PhaseError, PhaseMachine,
 
 
 class DeviceScheduler:
-    """Loads and offloads the roles of a run when the current phase (see `enter`) or a call requires it."""
+    """Loads and offloads the roles of a run, when the current phase or a call requires it.
+
+    `enter` sets the current phase.
+    """
 
     def __init__(self, members: Sequence[PhaseMember] = ()) -> None:
-        """Create a scheduler for members that have not started yet; see `everywhere`."""
+        """Create a scheduler for members that have not started yet.
+
+        For members that have started, call `everywhere`.
+        """
         self._machine, self._state = PhaseMachine(members), State()
         self._groups: dict[str, ActorGroup] = {}
         self._at_work: Counter[str] = Counter()  # calls in progress, by member
         self._changed = asyncio.Condition()
 
     def everywhere(self) -> "DeviceScheduler":
-        """Record that all members have started and hold all their memory on the devices; return self."""
+        """Record that all members have started, with all their memory on the devices; return this scheduler."""
         self._state = self._machine.everywhere()
         return self
 
     @property
     def lack_weights(self) -> bool:
-        """Whether engines need weights before they generate."""
+        """Whether engines need weights before they can generate."""
         return bool(self._state.blank)
 
     def engines_have_weights(self) -> None:
@@ -40,18 +47,18 @@ class DeviceScheduler:
         self._state = self._machine.sent(self._state)
 
     def takes_turns(self, name: str) -> bool:
-        """Whether a role takes turns with others on its devices."""
+        """Return whether a role takes turns with other roles on its devices."""
         return name in self._machine.members
 
     def share(self, name: str, other: str) -> bool:
-        """Whether two roles take turns on some device."""
+        """Return whether two roles take turns on at least one device."""
         members = self._machine.members
         return name in members and other in members and members[name].meets(members[other])
 
     def join(self, name: str, group: Any) -> Any:
         """Return the group through which a role is called.
 
-        If the role is a member, each call to the group waits for the role's turn.
+        If the role takes turns, each call to the returned group waits for the turn of the role.
         """
         if name not in self._machine.members:
             return group
@@ -59,7 +66,10 @@ class DeviceScheduler:
         return ScheduledGroup(name, group, self)
 
     async def enter(self, phase: Phase) -> None:
-        """Start a phase. Raises RunError if the engines would generate in the phase, but have no weights."""
+        """Start a phase after all calls in progress have ended.
+
+        Raises RunError if the engines would generate in the phase but have no weights.
+        """
         if not self._machine.members:
             return
         async with self._changed:
@@ -68,16 +78,19 @@ class DeviceScheduler:
 
     @asynccontextmanager
     async def turn(self, name: str, method: str) -> AsyncIterator[None]:
-        """Load a member and keep it on its devices inside the block, in which the caller makes one call to the member.
+        """Load a member, and keep it on its devices inside the block.
 
-        Raises RunError if the phase forbids the call.
+        The caller makes one call to the member in the block. Raises RunError if the phase forbids the call.
         """
         async with self._working(name, lambda: self._machine.act(self._state, name, method)):
             yield
 
     @asynccontextmanager
     async def starting(self, name: str) -> AsyncIterator[None]:
-        """Reserve the devices of a role inside the block, in which the processes of the role load their model."""
+        """Reserve the devices of a role inside the block.
+
+        The processes of the role load their model in the block.
+        """
         if name not in self._machine.members:
             yield
             return
@@ -102,7 +115,11 @@ class DeviceScheduler:
         return any(count and self._machine.take_turns(name, other, phase) for other, count in self._at_work.items())
 
     async def _make(self, moves: Callable[[], tuple[list[Move], State]]) -> None:
-        """Release and load memory: carry out the moves one after another, in order."""
+        """Release and load memory: make the moves one after another.
+
+        Args:
+            moves: returns the moves, and the state after them.
+        """
         try:
             wanted, state = moves()
         except PhaseError as error:
@@ -124,7 +141,7 @@ class DeviceScheduler:
 
 
 class ScheduledGroup:
-    """The processes of a member; each call to them waits for the member's turn."""
+    """The processes of a role that takes turns on its devices; each call waits for the turn of the role."""
 
     def __init__(self, name: str, group: WorkerGroup, turns: DeviceScheduler) -> None:
         self.name, self.group, self._turns = name, group, turns
@@ -139,9 +156,9 @@ class ScheduledGroup:
 
     @property
     def actors(self) -> Any:
-        """The processes of the member. A call to them does not wait for a turn.
+        """The processes of the member.
 
-        Use them only in phases that load the member at their start.
+        A call to them does not wait for a turn, so use them only in phases that load the member at their start.
         """
         return self.group.actors
 

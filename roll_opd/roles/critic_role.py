@@ -1,4 +1,7 @@
-"""The driver's part of the critic: computes the values of a step's samples, and updates the critic."""
+"""The driver's part of the critic.
+
+It computes the values of a step's samples, and updates the critic.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ class Critic(Learner):
     plan: CriticPlan
 
     async def compute_values(self, experiences: Sequence[Sample]) -> list[Sample]:
-        """Set the column `values`. Raises RunError if a value is not finite."""
+        """Return the samples with the column `values`; raise RunError if a value is not finite."""
         values = await gathered(self.group, "values", [shard_sample(e) for e in experiences])
         wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
         if wrong:
@@ -34,7 +37,10 @@ class Critic(Learner):
         return with_columns(experiences, values=values)
 
     async def learn(self, experiences: Sequence[Sample]) -> dict[str, float]:
-        """Make all updates of one step from samples with `values` and `returns`; return `critic/*` metrics."""
+        """Make all updates of one step; return the metrics `critic/*`.
+
+        The samples must have the columns `values` and `returns`.
+        """
         updates = []
         size = self.plan.mini_batch_sequences
         self.updates.begin(self.plan.critic_epochs * -(-len(experiences) // size))
@@ -47,16 +53,20 @@ class Critic(Learner):
         return _update_metrics(updates) | value_metrics(experiences)
 
     def _shards(self, experiences: Sequence[Sample]) -> ShardedBatch:
-        """Split a mini-batch into shards for the data-parallel ranks, with the columns that the loss reads."""
+        """Split a mini-batch into shards for the data-parallel ranks.
+
+        A shard has the columns that the loss reads.
+        """
         samples = value_columns(experiences)
         return shard_batch(samples, self._assigned(samples))
 
 
 def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return `critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
+    """Return the metrics of values and returns.
 
-    The explained variance is 1 - Var(R - V) / Var(R). It is 1 for a perfect critic, 0 for a critic that predicts a
-    constant, and negative for a worse critic. It is missing if all returns are equal.
+    `critic/values` and `critic/returns` are statistics over action tokens. `critic/explained_variance` is 1 - Var(R -
+    V) / Var(R). It is 1 for a perfect critic, 0 for a critic that predicts a constant, and negative for a worse critic.
+    It is missing if all returns are equal.
     """
     counted = [experience for experience in experiences if experience.is_learned_from]
     values = _of_actions(counted, [present(e.values) for e in counted])
@@ -69,13 +79,20 @@ def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _of_actions(experiences: Sequence[Sample], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the values at action tokens of all `arrays`, each [T-P], concatenated to f64 [K]."""
+    """Return the elements of the arrays at action tokens, concatenated to f64 [K].
+
+    Args:
+        arrays: one array [T-P] for each sample.
+    """
     kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
 
 
 def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return the metrics of a step's updates; a metric is a mean over tokens or over updates."""
+    """Return the metrics of the updates of a step.
+
+    Each metric is a mean over tokens or over updates, except the learning rate and the number of skipped updates.
+    """
     tokens = total(updates, "tokens") or 1.0
     return {
         "critic/loss": total(updates, "weighted_loss") / len(updates),

@@ -1,4 +1,7 @@
-"""The driver's part of a trained model: makes updates, counts skipped updates, writes checkpoints."""
+"""The driver's part of a trained model.
+
+It makes updates, counts skipped updates and writes checkpoints.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +26,7 @@ Update = Sequence[TrainResult]  # results of one optimizer update, one per rank
 
 @dataclass
 class Learner:
-    """Trained model; subclasses prepare the samples."""
+    """A trained model; subclasses prepare the samples."""
 
     plan: TrainPlan
     group: WorkerGroup
@@ -34,7 +37,10 @@ class Learner:
         self.updates = Count(f"updates of {self.plan.name}")
 
     async def save(self, directory: Path) -> Writing:
-        """Write the training state and a Hugging Face model into `directory` (in the background with `async_save`)."""
+        """Write the training state and a Hugging Face model into a directory.
+
+        With `async_save`, they are written in the background.
+        """
         (directory / "state").mkdir(parents=True, exist_ok=True)
         await self.group.call("save", directory)
         return Writing([self.group])
@@ -48,20 +54,30 @@ class Learner:
         self.group.end()
 
     def _assigned(self, samples: Sequence[Any], group_size: int = 1) -> Assignment:
-        """Return, for each data-parallel rank, the sample numbers of each of its micro-batches."""
+        """Return the assignment of samples to micro-batches.
+
+        It has, for each data-parallel rank, the sample numbers of each of the rank's micro-batches.
+        """
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.group.packing.assign(sequences, self.plan.train_limits, group_size)
 
     async def _update(
         self, method: str, sharded: ShardedBatch, *args: Any
     ) -> tuple[list[TrainResult], dict[int, np.ndarray]]:
-        """Make one optimizer update from a mini-batch; return each rank's result and each sample's log-probs."""
+        """Make one optimizer update from a mini-batch.
+
+        Return (results, log-probs): the result of each rank, and the log-probs of each sample by its number.
+        """
         results: list[tuple[int, TrainResult]] = await self.group.scatter(method, sharded, *args)
         self.updates.one()
         return [result for _, result in results], sharded.merged((rank, result.logprobs) for rank, result in results)
 
     def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
-        """Count consecutive skipped updates; after `SKIPS_ALLOWED`, raise SkippedUpdates with the last `samples`."""
+        """Count the consecutive skipped updates; raise SkippedUpdates after `SKIPS_ALLOWED` of them.
+
+        Args:
+            samples: samples of the update, which the exception contains.
+        """
         self._skipped = 0 if update[0].applied else self._skipped + 1
         if self._skipped >= SKIPS_ALLOWED:
             raise SkippedUpdates(
@@ -73,12 +89,19 @@ class Learner:
 
 
 def total(updates: Sequence[Update], name: str) -> float:
-    """Return the sum of `name` over all ranks and updates, with 0 for a rank that does not report it."""
+    """Return the sum of `name` over all ranks and updates.
+
+    A rank that does not report `name` counts as 0.
+    """
     return sum(rank.sums.get(name, 0.0) for update in updates for rank in update)
 
 
 def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = ACTOR_METRICS) -> dict[str, float]:
-    """Return the mean gradient norm, the learning rate and the number of skipped updates, under the keys `names`."""
+    """Return the mean gradient norm, the last learning rate and the number of skipped updates.
+
+    Args:
+        names: keys of these three metrics, in this order.
+    """
     grad_norm = float(np.mean([update[0].grad_norm for update in updates]))
     skipped = float(sum(not update[0].applied for update in updates))
     return dict(zip(names, (grad_norm, updates[-1][0].learning_rate, skipped), strict=True))

@@ -1,4 +1,4 @@
-"""Wrap a Ray actor as a worker of a `ResilientPool`, and detect a dead or stuck process."""
+"""Use a Ray actor as a worker of a `ResilientPool`, and detect a process that died or is stuck."""
 
 import asyncio
 import math
@@ -17,16 +17,22 @@ DIED, STUCK = "worker_died", "timeout"  # kinds of failures in metrics
 
 
 class RayWorker:
-    """A Ray actor as a `Worker`. The actor has the methods `setup` and `run`, and `alive` if `patience` is set."""
+    """A Ray actor as a `Worker` of a pool.
+
+    The actor needs the methods `setup` and `run`. It also needs `alive` if `patience` is finite.
+    """
 
     def __init__(
         self, name: str, actor: Any, settings: Sequence[Any], patience: float = math.inf, limit: float = math.inf
     ) -> None:
-        """Args:
-        name: name of the pool, for error messages.
-        settings: arguments of the actor's `setup`.
-        patience: `alive` is called after this many seconds without an answer, and must answer within the same time.
-        limit: seconds within which all jobs of a call must be answered.
+        """Create the worker.
+
+        Args:
+            name: name of the pool, for error messages.
+            settings: arguments of the actor's `setup`.
+            patience: seconds without an answer after which `alive` is called. The actor must reply within the same
+                time.
+            limit: seconds within which all jobs of a call must be answered.
         """
         self._name, self.actor, self._settings, self._patience, self._limit = name, actor, settings, patience, limit
 
@@ -40,7 +46,10 @@ class RayWorker:
             raise WorkerLost(DIED, str(error)) from error
 
     async def run(self, items: Sequence[Any]) -> AsyncGenerator[Answers, None]:
-        """Yield the answers of the actor's `run`. Leaving the iterator early (use `aclosing`) cancels the call."""
+        """Yield the answers of the actor's `run`.
+
+        If the iterator is left early, the call is cancelled; use `aclosing` for this.
+        """
         until = time.monotonic() + self._limit
         stream = self.actor.run.options(num_returns="streaming").remote(Compact(items))
         is_open = True
@@ -72,7 +81,12 @@ async def next_answer(
 ) -> Answers | None:
     """Return the result of `receive`.
 
-    Raises WorkerLost if there is no result at time `until`, or if `alive` takes longer than `patience` seconds.
+    Raises WorkerLost if there is no result in time, or if the worker is stuck.
+
+    Args:
+        alive: asks the worker whether it is alive.
+        patience: seconds without a result after which `alive` is called. The worker must answer within the same time.
+        until: time at which the result must have arrived.
     """
     answer = asyncio.ensure_future(receive)
     reply: asyncio.Future[None] | None = None

@@ -1,8 +1,10 @@
-"""Pool of processes that can be replaced; the jobs of a dead or stuck process run again in a different process.
+"""Pool of processes that can be replaced.
 
-A process gets only as many jobs as it may run concurrently; further jobs wait in the driver until a process has room. A
-job that has lost its process twice runs the third time in a process without other jobs. If this third process is lost
-too, the pool assumes that the job causes the losses, and `settle` gets a `WorkerLost` for the job.
+If a process dies or is stuck, its jobs run again in a different process. A process gets only as many jobs as it may run
+concurrently. Further jobs wait in the driver until a process has room.
+
+A job that has lost its process twice runs the third time in a process without other jobs. If this process is lost too,
+the pool assumes that the job is the cause. `settle` then gets a `WorkerLost` as the answer of the job.
 """
 
 import asyncio
@@ -27,7 +29,10 @@ Assign = Callable[[Sequence[Any], Mapping[int, int], int], Iterable[int]]
 
 
 class WorkerLost(Exception):
-    """A worker has died or is stuck; `kind` is the name of the failure in metrics."""
+    """A worker has died or is stuck.
+
+    `kind` is the name of this failure in metrics.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -38,10 +43,16 @@ class Worker(Protocol):
     """One process of a pool."""
 
     async def setup(self) -> None:
-        """Prepare the process. Raises WorkerLost if the process ends, RunError if the setup fails."""
+        """Prepare the process.
+
+        Raises WorkerLost if the process ends, and RunError if the setup fails.
+        """
 
     def run(self, items: Sequence[Any]) -> AsyncGenerator[Answers, None]:
-        """Run jobs together; yield their answers as they finish. Raises WorkerLost if the process is lost."""
+        """Run jobs together, and yield their answers as they finish.
+
+        Raises WorkerLost if the process is lost.
+        """
 
     def kill(self) -> None:
         """End the process."""
@@ -62,7 +73,7 @@ class _Job(Generic[Item, Result]):
 
 @dataclass(eq=False)
 class Member:
-    """A worker and its load."""
+    """A worker of the pool, and its load."""
 
     worker: Worker
     number: int  # a replacement gets the same number
@@ -72,7 +83,14 @@ class Member:
 
 
 def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: int) -> Iterator[int]:
-    """Assign contiguous blocks of items to workers; block sizes are as equal as free capacities permit."""
+    """Yield the number of a worker for each of the first items.
+
+    Each worker gets a contiguous block of items. The blocks are as equal in size as the free capacities permit.
+
+    Args:
+        loads: number of jobs of each worker, by the worker's number.
+        capacity: maximum number of concurrent jobs of a worker.
+    """
     left = len(items)
     for place, number in enumerate(sorted(loads, key=lambda number: -loads[number])):
         share = min(left // (len(loads) - place), capacity - loads[number])
@@ -81,7 +99,10 @@ def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: in
 
 
 class ResilientPool(Generic[Item, Result]):
-    """Runs jobs in `size` workers. All methods must be called from one event loop."""
+    """Pool that runs jobs in workers.
+
+    All methods must be called from one event loop.
+    """
 
     def __init__(
         self,
@@ -95,18 +116,21 @@ class ResilientPool(Generic[Item, Result]):
         independent: bool = False,
         max_lost: int | None = None,
     ) -> None:
-        """Args:
-        name: name of the pool in error messages.
-        spawn: starts the worker with a given number, from 0 to `size` - 1.
-        settle: computes the result of a job from its item, its answer (or a `WorkerLost`) and the seconds since
-        `submit`. If it raises an exception, the job's future raises that exception.
-        capacity: maximum concurrent jobs of a worker.
-        assign: selects a worker for each job.
-        independent: whether jobs that are sent together are independent of each other. If they are, a worker gets a
-        new job whenever one of its jobs finishes (not only when all its jobs have finished), and cancelling a future
-        cancels its job.
-        max_lost: number of lost workers that the pool tolerates; None is no limit. A loss that was caused by a job does
-        not count.
+        """Create the pool; `start` starts its workers.
+
+        Args:
+            name: name of the pool in error messages.
+            spawn: starts the worker with a given number, from 0 to `size` - 1.
+            settle: computes the result of a job. Its arguments are the item of the job, the answer (or a `WorkerLost`),
+                and the seconds since `submit`. If it raises an exception, the future of the job raises this exception.
+            size: number of workers.
+            capacity: maximum number of concurrent jobs of a worker.
+            assign: selects a worker for each job.
+            independent: whether jobs that are sent together are independent of each other. If they are, waiting jobs
+                are sent whenever one job of a worker finishes, and not only when all its jobs have finished. A call to
+                a worker is cancelled when the futures of all its jobs are done and one of them was cancelled.
+            max_lost: number of lost workers that the pool tolerates; None means no limit. A loss that was caused by a
+                job does not count.
         """
         self.name, self._spawn, self._settle_job = name, spawn, settle
         self._size, self._capacity, self._assign, self._independent = size, capacity, assign, independent
@@ -124,7 +148,10 @@ class ResilientPool(Generic[Item, Result]):
         await asyncio.gather(*[self._add(number) for number in range(self._size)])
 
     def submit(self, item: Item) -> "asyncio.Future[Result]":
-        """Return a future of a job's result; it raises RunError if the job cannot run. Cancel it if not needed."""
+        """Submit a job; return a future of its result.
+
+        The future raises RunError if the job cannot run. Cancel the future if its result is not needed.
+        """
         loop = asyncio.get_running_loop()
         job: _Job[Item, Result] = _Job(item, loop.create_future(), time.monotonic())
         if self._broken:
@@ -137,7 +164,7 @@ class ResilientPool(Generic[Item, Result]):
         return job.result
 
     def drain_counts(self) -> tuple[list[int], int]:
-        """Return the queue length after each dispatch and the number of restarts, both since the last call."""
+        """Return (queue length after each dispatch, number of restarts), both since the last call."""
         counts = self._queued, self._restarts
         self._queued, self._restarts = [], 0
         return counts
@@ -153,7 +180,10 @@ class ResilientPool(Generic[Item, Result]):
             member.worker.kill()
 
     def _dispatch(self) -> None:
-        """Send waiting jobs to workers with room; a job that may have killed two workers goes to an idle worker."""
+        """Send waiting jobs to workers that have room.
+
+        A job that may have killed two workers is sent to an idle worker, as its only job.
+        """
         self._dispatch_is_due = False
         waiting = [job for job in self._waiting if not job.result.done()]
         suspects = [job for job in waiting if job.deaths == MAX_DEATHS - 1]
@@ -194,9 +224,12 @@ class ResilientPool(Generic[Item, Result]):
             job.result.add_done_callback(cancel_unneeded)
 
     async def _follow(self, member: Member, left: dict[int, _Job[Item, Result]]) -> None:
-        """Settle each job when the worker answers it, and remove the job from `left`.
+        """Settle each job when the worker answers it.
 
-        If the worker is lost, the jobs that remain in `left` are queued again.
+        If the worker is lost, the jobs without an answer are queued again.
+
+        Args:
+            left: jobs without an answer, by their place in the request.
         """
         stream = member.worker.run([job.item for job in left.values()])
         try:
@@ -249,7 +282,10 @@ class ResilientPool(Generic[Item, Result]):
         self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
 
     def _count_lost(self, problem: str) -> None:
-        """Count a lost worker; break the pool if more than `max_lost` workers were lost."""
+        """Count a lost worker.
+
+        If more than `max_lost` workers were lost, all waiting and later jobs fail.
+        """
         self._lost += 1
         if self._max_lost is not None and self._lost > self._max_lost:
             self._break(
@@ -260,7 +296,7 @@ class ResilientPool(Generic[Item, Result]):
             )
 
     def _break(self, error: BaseException) -> None:
-        """Fail the waiting and all later jobs with `error`."""
+        """Let all waiting and all later jobs fail with `error`."""
         self._broken = error
         for job in self._waiting:
             job.fail(error)
@@ -306,9 +342,10 @@ class ResilientPool(Generic[Item, Result]):
 
 @dataclass
 class FailureLog:
-    """Log of a pool's failed jobs: warns of the first failure of each kind, and ends a run that cannot continue.
+    """Log of a pool's failed jobs.
 
-    This class does not count the failures of each kind.
+    It warns of the first failure of each kind, and ends a run that cannot continue. It does not count the failures of
+    each kind.
     """
 
     jobs: str  # name of the jobs in messages
@@ -324,7 +361,10 @@ class FailureLog:
         self._initial = None
 
     def add_failure(self, kind: str, text: str) -> None:
-        """Warn if `kind` is new. Raises RunError if the failure ends the run."""
+        """Record that a job failed; warn if this is the first failure of its kind.
+
+        Raises RunError if the failure ends the run.
+        """
         if self.remedy:
             raise RunError(f"{text}; {self.remedy}")
         if self._initial is not None:

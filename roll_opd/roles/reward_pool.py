@@ -1,4 +1,4 @@
-"""The driver's part of the reward workers of one domain, which score each sample when its sampling ends."""
+"""The reward workers of one domain, as the driver sees them. A worker scores each sample when its sampling ends."""
 
 import asyncio
 from collections import Counter
@@ -47,7 +47,7 @@ class RewardResult:
 
 
 class RewardPool:
-    """The reward workers of `plan`. All methods must be called from one event loop."""
+    """The reward workers of one domain. All methods must be called from one event loop."""
 
     def __init__(
         self,
@@ -61,9 +61,13 @@ class RewardPool:
     ) -> None:
         """Create the pool without starting its processes.
 
-        `spawn` starts a process. The tokenizer is loaded from `model_path`. `sampler` has the engines of `plan.engine`.
-        If `is_learned` is false, the rewards are only monitored, and the run continues even if all rewards fail.
-        `max_lost`: see `ResilientPool`.
+        Args:
+            plan: settings of the domain's reward.
+            spawn: starts a worker process.
+            model_path: directory of the tokenizer.
+            sampler: engines of the judge model, if the reward has one.
+            is_learned: whether the run trains on the rewards. If False, the run continues even if all rewards fail.
+            max_lost: see `ResilientPool`.
         """
         self.plan = plan
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
@@ -92,14 +96,15 @@ class RewardPool:
         await self._pool.start()
 
     def submit(self, experience: Sample) -> "asyncio.Future[RewardResult]":
-        """Return a future of a sample's reward; it raises RunError if scoring fails and `on_error` is `stop`.
+        """Return a future of a sample's reward.
 
-        Cancel the future if the result is not needed.
+        The future raises RunError if scoring fails and `on_error` is `stop`. Cancel the future if the reward is not
+        needed.
         """
         return self._pool.submit(experience)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return `scoring_metrics` of all training and validation samples that were scored since the last call.
+        """Return `scoring_metrics` of all samples scored since the last call, in training and in validation.
 
         Raises RunError if all samples have failed in `MAX_FAILED_STEPS` consecutive steps.
         """
@@ -132,7 +137,7 @@ class RewardPool:
         return RayWorker(self._key, self._spawn(), (self.plan, self._model_path, engines), patience)
 
     def _result(self, experience: Sample, scored: Scored | WorkerLost, seconds: float) -> RewardResult:
-        """Count a sample's score or failure; return the sample's reward.
+        """Return the sample's reward, and count the score or the failure.
 
         Raises RunError if the failure ends the run.
         """

@@ -1,4 +1,4 @@
-"""The driver's part of the student: log-probs, top-k tokens, and the updates of a step."""
+"""The student, as the driver sees it: log-probs, top-k tokens, and the updates of a step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,11 +18,11 @@ class Student(Learner):
     """The model that is trained."""
 
     async def compute_logprobs(self, experiences: Sequence[Sample], temperature: float = 1.0) -> list[np.ndarray]:
-        """Return the log-probs of each response under the current weights, each f32 [T-P]."""
+        """Return the log-probs of each response under the current weights, as arrays f32 [T-P]."""
         return await gathered(self.group, "compute_logprobs", _routed(experiences), temperature)
 
     async def compute_old_logprobs(self, experiences: Sequence[Sample], temperature: float) -> list[Sample]:
-        """Set `old_logprobs` to log-probs from the training engine."""
+        """Return the samples with `old_logprobs` set to log-probs from the training engine."""
         values = await self.compute_logprobs(experiences, temperature)
         return with_columns(experiences, old_logprobs=values)
 
@@ -36,7 +36,10 @@ class Student(Learner):
         return [ids for _, ids in held]
 
     async def load_teacher_head(self, teacher: str, head: list[Reference], logit_cap: float | None) -> None:
-        """Load a teacher's output head on the student's ranks, to compute distributions from its hidden states."""
+        """Load a teacher's output head on the student's ranks.
+
+        The ranks use the head to compute the teacher's distributions from its hidden states.
+        """
         await self.group.call("load_teacher_head", teacher, head, logit_cap)
 
     async def learn(
@@ -47,10 +50,10 @@ class Student(Learner):
         temperature: float,
         step: int,
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Make all updates of step `step` of the run.
+        """Make all optimizer updates of one training step.
 
-        Returns the samples and `actor/*` metrics. Samples without `old_logprobs` get the log-probs that the update has
-        computed.
+        Returns (samples, metrics): the samples with `old_logprobs`, and the metrics `actor/*`. If a sample had no
+        `old_logprobs`, they are the log-probs that were computed during the update.
         """
         learned = list(experiences)
         updates: list[Update] = []
@@ -77,7 +80,7 @@ class Student(Learner):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Accumulate the gradient of one mini-batch's loss.
 
-        Returns what `learn` returns, except the optimizer's metrics.
+        Returns (samples, metrics) as `learn` does, but without the optimizer's metrics.
         """
         check_staleness(samples, step - 1, 0, objective.max_age)
         shards = self._shards(samples, teachers, objective)
@@ -85,9 +88,11 @@ class Student(Learner):
         return _with_old_logprobs(samples, logprobs), _loss_metrics([update])
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
-        """Make one update from the accumulated gradients of `samples`.
+        """Make one optimizer update from the accumulated gradients, and return the optimizer's metrics.
 
-        If `learning_rate` is None, the scheduled learning rate is used.
+        Args:
+            samples: the samples whose gradients were accumulated.
+            learning_rate: learning rate of this update. If None, the scheduled learning rate is used.
         """
         update: Update = await self.group.call("optim_step", learning_rate)
         self._check_applied(update, samples)
@@ -96,7 +101,10 @@ class Student(Learner):
     def _shards(
         self, experiences: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
     ) -> ShardedBatch:
-        """Split a mini-batch into shards for the data-parallel ranks, with the columns that the loss reads."""
+        """Split a mini-batch into one shard for each data-parallel rank.
+
+        The samples of a shard have the columns that the loss reads.
+        """
         samples = loss_columns(experiences, teachers, objective)
         has_targets = objective.opd_objective != "sampled"
         return shard_batch(
@@ -115,9 +123,10 @@ def _held(sample: Sample) -> dict[str, TargetRef]:
 
 
 def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndarray]) -> list[Sample]:
-    """Return the samples, with `old_logprobs` set from `logprobs` in each sample that has none.
+    """Return the samples with `old_logprobs`. Samples that already have `old_logprobs` keep them.
 
-    `logprobs` is a map: sample number -> log-probs.
+    Args:
+        logprobs: map from the index of a sample to its new log-probs.
     """
     return [
         sample.with_columns(old_logprobs=logprobs[number])
@@ -128,7 +137,11 @@ def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndar
 
 
 def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return the metrics of a step's updates; a metric is a mean over tokens or over updates."""
+    """Return the loss metrics of a step's updates.
+
+    The losses and the entropy are means over the updates. The ratio, the clip fraction and the approximate KL are means
+    over the tokens.
+    """
     tokens = total(updates, "tokens") or 1.0
     reported = {name for update in updates for rank in update for name in rank.sums}
     optional = {
@@ -150,7 +163,11 @@ def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
-    """Return router metrics: how often the chosen experts differ from the engine's experts, and the routers' losses."""
+    """Return the router metrics of a step's updates.
+
+    They are the fraction of tokens and the fraction of choices for which student and engine choose different experts,
+    and the router losses.
+    """
     parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
     shards = {
         name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)

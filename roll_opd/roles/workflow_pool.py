@@ -1,7 +1,6 @@
-"""The driver's part of the processes that run workflows. A rollout calls the pool instead of a workflow.
+"""The processes that run workflows, as the driver sees them. A rollout calls the pool instead of a workflow.
 
-A process executes several runs. If a process is lost, the unfinished runs of the process are repeated with the same
-seeds.
+Each process executes several runs. If a process is lost, its unfinished runs are repeated with the same seeds.
 """
 
 import asyncio
@@ -27,14 +26,14 @@ TIMEOUT_GRACE_S = 60.0  # a process without an answer counts as stuck this many 
 
 @dataclass(eq=False)
 class SharedCall:
-    """A call that makes all runs of a prompt."""
+    """One workflow call that makes all runs of a prompt."""
 
     outcome: asyncio.Task[JobOutcome]
     waiting: int = 0
 
 
 class WorkflowPool:
-    """A pool of processes that run the workflow of `plan`. All methods must be called from one event loop."""
+    """A pool of processes that run one workflow. All methods must be called from one event loop."""
 
     def __init__(
         self,
@@ -49,10 +48,15 @@ class WorkflowPool:
         deterministic: bool = False,
         max_lost: int | None = None,
     ) -> None:
-        """`spawn` starts a process. If `repeats` is true, a single call makes all runs of a prompt.
+        """Create the pool without starting its processes.
 
-        A process collects experiences for a short time and then sends them together. As soon as it has `chunk`
-        experiences, it sends them immediately. `max_lost`: see `ResilientPool`.
+        A process collects experiences for a short time and then sends them together.
+
+        Args:
+            spawn: starts a process.
+            repeats: whether a single call of the workflow makes all runs of a prompt.
+            chunk: a process that has collected this many experiences sends them immediately.
+            max_lost: see `ResilientPool`.
         """
         self._chunk, self._deterministic = chunk, deterministic
         self.plan = plan
@@ -75,15 +79,19 @@ class WorkflowPool:
         self._reset()
 
     async def start(self, sampler: Sampler, auxiliaries: Sequence[Sampler | None] = ()) -> None:
-        """Start the processes. `sampler` has the policy's engines; `auxiliaries` has the engines of auxiliary models.
+        """Start the processes.
 
-        The engines of auxiliary models end when the pool ends. None stands for an auxiliary model on a remote server.
+        The engines of auxiliary models end when the pool ends.
+
+        Args:
+            sampler: the policy's engines.
+            auxiliaries: the engines of each auxiliary model; None for an auxiliary model on a remote server.
         """
         self._sampler, self._auxiliaries = sampler, auxiliaries
         await self._pool.start()
 
     async def run(self, task: Any, model: Any) -> Sequence[Sample]:
-        """Return the samples of one run for a prompt; see `roll_opd.rollout.workflow.Workflow`.
+        """Return the samples of one run on a prompt; see `roll_opd.rollout.workflow.Workflow`.
 
         Raises RunError if the run fails and `on_workflow_error` is `stop`.
         """
@@ -104,7 +112,10 @@ class WorkflowPool:
         return self._made(outcome, task)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: counts of runs, counts of failures by kind, and means over the runs."""
+        """Return the metrics since the last call.
+
+        The metrics are the number of runs, the number of failures of each kind, and means over the runs.
+        """
         runs = self._failures.total() + self._succeeded
         _, restarts = self._pool.drain_counts()
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
@@ -156,7 +167,7 @@ class WorkflowPool:
         return []
 
     def _note_missing(self, job: Job, outcome: JobOutcome) -> None:
-        """Count the runs without experiences in a call that made other runs; warn the first time."""
+        """Count the runs without experiences in a call that made other runs. The first time, log a warning."""
         missing = [run for run in job.runs if not outcome.made.get(run)]
         if not missing or len(missing) == len(job.runs):
             return  # a call without any experience skips its row
@@ -170,7 +181,10 @@ class WorkflowPool:
             )
 
     def _with_teacher(self, made: Sample) -> Sample:
-        """Return the sample; the workflow's teacher log-probs are stored under the teacher that accepts its tag."""
+        """Return the sample with the workflow's teacher log-probs stored under the name of a teacher of the run.
+
+        This teacher is the first teacher that accepts the sample's tag.
+        """
         if not made.teacher_logprobs:
             return made
         name = next((teacher.name for teacher in self._teachers if teacher.accepts(made.tag)), None)
@@ -206,9 +220,10 @@ class WorkflowPool:
 def near_engines(
     jobs: Sequence[Job], loads: Mapping[int, int], capacity: int, engines: int, processes: int
 ) -> Iterator[int]:
-    """Assign each job to the least loaded process, or to its engine's process if that process has only a few more jobs.
+    """Yield the process for each job. Stop when all processes are full.
 
-    This way, most requests to an engine come from one process, in few batches.
+    A job goes to the least loaded process, or to its engine's process if that process has only a few more jobs. This
+    way, most requests to an engine come from one process, in few batches.
     """
     loads = dict(loads)
     for job in jobs:

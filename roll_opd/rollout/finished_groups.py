@@ -1,8 +1,8 @@
-"""Finished groups in a checkpoint: groups whose sampling is complete and on which no update has trained yet.
+"""Finished groups in a checkpoint: groups that are completely sampled but not trained on yet.
 
-A resumed run trains on these groups without sampling them again. The targets of teachers are not saved, because they
-are in an object store. The log-probs of a teacher that has targets are not saved either, and the teacher scores the
-samples again in the resumed run. Rewards that are missing are also requested again.
+A resumed run trains on these groups without sampling them again. Teacher targets are in an object store, so they are
+not saved. If a teacher has targets, its log-probs are not saved either, and the teacher scores the samples again in the
+resumed run. Missing rewards are requested again too.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """All samples of a draw, and whether the group passed the filters."""
+    """All samples of one draw, and whether the group passed the filters."""
 
     draw: int
     passed: bool
@@ -31,7 +31,7 @@ class FinishedGroup:
 
 
 def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
-    """Write groups to a file; return the digest of the file's content. Raises OSError if the file cannot be written."""
+    """Write groups to a file and return the digest of its content. Raises OSError if the file cannot be written."""
     facts = [(group.draw, group.passed, len(group.samples)) for group in groups]
     samples = [_without_targets(sample) for group in groups for sample in group.samples]
     data = pickle.dumps((facts, Compact(samples)), protocol=5)
@@ -42,7 +42,7 @@ def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
 def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
     """Return the groups of a file, in the order of their draws.
 
-    Raises ValueError if the content of the file does not have this digest, and OSError if the file is missing.
+    Raises OSError if the file is missing, and ValueError if the digest of its content is not `digest`.
     """
     data = file.read_bytes()
     if _digest(data) != digest:
@@ -58,16 +58,18 @@ def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
 def within_bound(
     groups: Sequence[FinishedGroup], position: int, passed: Collection[int], version: int, pace: Pace
 ) -> list[FinishedGroup]:
-    """Return the groups that are young enough for a resumed run, which continues at `version`.
+    """Return the groups that are recent enough for the resumed run to train on.
 
-    A group is young enough if its age cannot exceed the age bound of `pace` when the run trains on the group. Let i be
-    the number of older groups on which the run still has to train, and P the number of groups per batch. The group is
-    then in batch `version` + i // P at the latest.
+    A group is kept if its age cannot exceed `pace.max_age` when the run trains on it. Let i be the number of older
+    groups that the run still has to train on, and P the number of groups per batch. The group is then in batch
+    `version` + i // P at the latest.
 
     Args:
         groups: finished groups, in the order of their draws.
         position: position of the source; all earlier draws are done.
         passed: later draws that were trained on or filtered out.
+        version: version of the weights at which the run resumes.
+        pace: the pace that sets the age bound.
     """
     rejected = {group.draw for group in groups if not group.passed}
     gone = sorted({draw for draw in (*passed, *rejected) if draw >= position})

@@ -1,15 +1,15 @@
 """`Rollouts`, the producer of a run's batches: it draws prompts, rolls them out, and selects groups.
 
-A batch belongs to a version of the weights: the update on batch v makes version v + 1. A `Gate` publishes versions.
+Each batch belongs to a version of the weights: the update on batch v makes version v + 1. A `Gate` publishes versions.
 `models.group_window` defines the order of groups and the bound on their ages. Groups that are admitted together form a
-wave, which is rolled out together. If no groups run ahead, there is one wave at a time, and sampling and training take
-turns.
+wave, which is rolled out together. If no groups run ahead of training, there is one wave at a time, and sampling and
+training take turns.
 
-Groups are selected in the order of their prompts and not in the order in which they finish, so that short answers are
-not preferred. Finished groups may overtake unfinished groups only within a window.
+Groups are selected in the order of their prompts. If they were selected in the order in which they finish, short
+answers would be preferred. Finished groups may overtake unfinished groups only within a window.
 
-With `in_rounds`, no sample depends on timing: the order is strict, waves do not overlap, and the weights change only
-after all groups admitted at the old version have ended (`Rollouts.settle`).
+With `in_rounds`, no sample depends on timing. The order of groups is strict, and waves do not overlap. The weights
+change only after all groups that were admitted at the old version have ended (`Rollouts.settle`).
 """
 
 import asyncio
@@ -32,24 +32,25 @@ from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, Selecti
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, sampling_versions
 
-# in batches: the run ends if more groups are rejected for a batch, and more than MIN_REJECTED groups
+# the run ends if the groups rejected for one batch are more than MAX_REJECTED times the groups of a batch, and more
+# than MIN_REJECTED
 MAX_REJECTED = 20
 MIN_REJECTED = 1000
 
 
 class Gate:
-    """The published version of the weights, and the limits on how far sampling may run ahead of this version.
+    """The published version of the weights, and the limits on how far sampling may run ahead of it.
 
-    `Pace.of` explains `bound` and `depth`.
+    `Pace.of` explains the limits `bound` and `depth`.
     """
 
     def __init__(self, version: int, bound: float = 0, depth: float | None = None) -> None:
-        """Start with `version` as the published version."""
+        """Create a gate whose published version is `version`."""
         self.version, self.bound, self.depth = version, bound, depth
         self._changed = asyncio.Event()
 
     def publish(self, version: int) -> None:
-        """Announce that the engines have the weights of `version` and may sample for training."""
+        """Announce that the engines have the weights of `version`, so that sampling for training may use them."""
         if version < self.version:
             raise ValueError(f"version {version} was published after version {self.version}")
         self.version = version
@@ -61,13 +62,13 @@ class Gate:
         changed_now.set()
 
     async def change(self) -> None:
-        """Wait for the next version, or the next call of `notify`."""
+        """Wait until a new version is published or `notify` is called."""
         await self._changed.wait()
 
 
 @dataclass
 class Rollouts:
-    """The producer of batches. In strict order, the prompts of a batch do not depend on timing."""
+    """The producer of batches. If the order of groups is strict, the prompts of a batch do not depend on timing."""
 
     context: RolloutContext
     source: TaskSource
@@ -78,7 +79,7 @@ class Rollouts:
     passes: GroupFilter | None = None
     demonstrations: int = 0  # rows with answers per batch
     in_rounds: bool = False  # no sample depends on timing, even if groups run ahead
-    restored: Sequence[FinishedGroup] = ()  # of the resumed checkpoint; above the age bound, sampled again
+    restored: Sequence[FinishedGroup] = ()  # from the resumed checkpoint; groups that are too old are sampled again
     _production: "_Production | None" = field(default=None, init=False)
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
@@ -98,16 +99,19 @@ class Rollouts:
             await asyncio.gather(producing, return_exceptions=True)
 
     async def settle(self) -> None:
-        """With `in_rounds`, wait until all groups of the published version have ended. Raises the producer's errors."""
+        """With `in_rounds`, wait until all groups of the published version have ended.
+
+        Raises the errors of the producer.
+        """
         if self.in_rounds and self._production:
             await self._production.settle()
 
     def finished_groups(self) -> list[FinishedGroup]:
-        """Return the groups that have finished sampling but are in no batch, in the order of their draws."""
+        """Return the groups that are completely sampled but in no batch, in the order of their draws."""
         return self._production.finished_groups() if self._production else []
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return the counts of rewards and workflows since the last call, including validation."""
+        """Return the metrics of reward pools and of the workflow pool since the last call, including validation."""
         pools: list[RewardPool | WorkflowPool] = list(self.context.reward_pools)
         if isinstance(self.context.workflow, WorkflowPool):
             pools.append(self.context.workflow)
@@ -116,7 +120,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class _Group:
-    """A decided group that has not yet been put into a batch or rejected."""
+    """A decided group: it is known whether the group has passed the filters. The group is not in a batch yet."""
 
     prompt: Prompt
     draw: int
@@ -127,7 +131,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of the source after a prompt."""
+    """The position of the prompt source after one prompt."""
 
     state: dict[str, Any]
     epochs: float
@@ -145,7 +149,7 @@ class _Wave:
 
 
 class _Production:
-    """State of the production: all groups that are drawn but not yet in a batch."""
+    """The state of the producer: all groups that are drawn but not yet in a batch."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._of, self._gate, self._source = rollouts, rollouts.gate, rollouts.source
@@ -169,7 +173,7 @@ class _Production:
         self.producing.add_done_callback(lambda _: self._gate.notify())
 
     async def _run(self) -> None:
-        """Admit groups until the last batch is complete. Raises the errors of the source and of rollouts."""
+        """Admit groups until the last batch is complete. Raises the errors of the source and of the rollouts."""
         try:
             with self._of.context.clock.track("rollout"):
                 while not self._window.is_complete:
@@ -189,8 +193,10 @@ class _Production:
             await asyncio.gather(*self._waves, return_exceptions=True)
 
     async def settle(self) -> None:
-        """Wait until no group runs and no group may start at the published version. Raises the errors of the
-        producer."""
+        """Wait until no group runs and no further group may start at the published version.
+
+        Raises the errors of the producer.
+        """
         with WAITS.of("the weight sync", "the end of running groups (deterministic)"):
             while not (self.producing.done() or self._is_settled):
                 await self._gate.change()
@@ -198,7 +204,7 @@ class _Production:
             self.producing.result()
 
     async def batch(self, version: int) -> Batch:
-        """Wait for the groups of the batch for `version`. Raises the errors of the producer."""
+        """Wait for the groups of one version's batch, and return the batch. Raises the errors of the producer."""
         began = time.perf_counter()
         with WAITS.of("the learner", f"the producer, batch {version}"):
             while (numbers := self._window.take()) is None:
@@ -220,7 +226,7 @@ class _Production:
         return self._window.version == self._gate.version and not self._window.room and self._is_idle
 
     def _admit(self) -> None:
-        """Start waves for as many groups as the window has room for."""
+        """Start waves until the window is full."""
         while True:
             self._admit_known()
             if not (room := self._window.room) or (self._one_wave and self._waves):
@@ -231,8 +237,8 @@ class _Production:
     def _admit_known(self) -> None:
         """Assign group numbers to the next draws, as long as these draws need no sampling.
 
-        A draw needs no sampling if it was trained on or filtered out before a resume, or if its group was restored and
-        the window has room for the group.
+        A draw needs no sampling in two cases. Either it was trained on or filtered out before a resume, or its group
+        was restored from a checkpoint and the window has room for the group.
         """
         while (draw := self._source.position) in self._passed or (draw in self._restored and self._window.room):
             if draw in self._passed:
@@ -259,7 +265,7 @@ class _Production:
         self._gate.notify()
 
     def _drawn(self, room: int) -> _Wave:
-        """Draw the prompts of a wave, which are at most `room` consecutive prompts.
+        """Return a wave of at most `room` consecutive prompts from the source.
 
         If no groups run ahead and groups are filtered, the wave also has the extra groups.
         """
@@ -273,7 +279,7 @@ class _Production:
         return _Wave(numbers, prompts, first, min(room, len(prompts)))
 
     def _advance(self, numbers: range) -> None:
-        """Advance the source past the prompts of the groups `numbers`; record the position after each prompt."""
+        """Advance the source past the prompts of the given groups, and record the position after each prompt."""
         for number in numbers:
             self._source.skip(1)
             self._positions[number] = self._here()
@@ -282,7 +288,7 @@ class _Production:
         return _Position(self._source.state_dict(), self._source.epochs)
 
     async def _roll_out(self, wave: _Wave) -> None:
-        """Roll out a wave and decide its groups.
+        """Roll out a wave and decide for each of its groups whether the group passes.
 
         If no groups run ahead, only as many groups are decided as the batch needs.
         """
@@ -310,10 +316,9 @@ class _Production:
         self._check_rejected()
 
     async def _restore(self, number: int, prompt: Prompt, group: FinishedGroup) -> None:
-        """Decide a group from a checkpoint.
+        """Restore a group from a checkpoint, so that a batch can use it.
 
-        If the group has passed, the missing log-probs of its samples are computed and their missing rewards are
-        requested first.
+        If the group passed the filters, its missing log-probs are computed. Then its missing rewards are requested.
         """
         context = self._of.context
         rewards, samples = PendingRewards(context), list(group.samples)
@@ -327,12 +332,15 @@ class _Production:
         self._window.decide(number, passed=group.passed)
 
     def finished_groups(self) -> list[FinishedGroup]:
-        """Return the groups that have finished sampling but are in no batch, in the order of their draws."""
+        """Return the groups that are completely sampled but in no batch, in the order of their draws."""
         decided = [FinishedGroup(group.draw, group.passed, group.samples) for group in self._groups.values()]
         return sorted([*decided, *self._restored.values()], key=lambda group: group.draw)
 
     def _decide(self, wave: _Wave, selection: Selection, rewards: PendingRewards, end: int) -> None:
-        """Decide the groups of a wave whose runs have all ended and whose index in the wave is below `end`."""
+        """Record which groups of a wave have passed.
+
+        A group is recorded if all its runs have ended and its index in the wave is below `end`.
+        """
         for place, passed in selection.decided.items():
             if place < end and place not in wave.decided:
                 wave.decided.add(place)
@@ -342,9 +350,13 @@ class _Production:
                 self._gate.notify()
 
     def _assembled(self, version: int, numbers: list[int]) -> Batch:
-        """Return the batch of the groups `numbers`.
+        """Return the batch of one version.
 
-        The batch also lists the rejected groups that come before the last of these groups.
+        The batch also lists the rejected groups that come before the last group of the batch.
+
+        Args:
+            version: version of the weights before the update on the batch.
+            numbers: numbers of the groups in the batch.
         """
         batch, chosen = Batch(version), set(numbers)
         for number in sorted(n for n in self._groups if n <= numbers[-1]):
@@ -385,7 +397,7 @@ class _Production:
     def _state(self) -> dict[str, Any]:
         """Return the state of the source for a checkpoint.
 
-        In this state the prompts of later batches are not drawn yet, so a resumed run draws them again.
+        In this state, the prompts of later batches have not been drawn, so a resumed run draws them again.
         """
         state = dict(self._position.state)
         if isinstance(self._source, MixedSource):
@@ -394,9 +406,10 @@ class _Production:
         return state | ({PASSED: passed} if passed else {})
 
     def _schedule(self, waited: float) -> dict[str, float]:
-        """Return metrics of the production since the last batch.
+        """Return metrics of the producer since the last batch.
 
-        The learner has waited `waited` seconds for this batch.
+        Args:
+            waited: seconds that the learner has waited for this batch.
         """
         idle, self._idle = self._idle, 0.0
         return {
@@ -427,5 +440,8 @@ class _Production:
 
 
 def _with_version(sample: Sample, version: int) -> Sample:
-    """Return a workflow's sample; if it has no versions, `version` is set as the version of all sampled tokens."""
+    """Return a workflow's sample with versions.
+
+    If the sample has no versions, `version` is set as the version of all its sampled tokens.
+    """
     return sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))

@@ -1,11 +1,11 @@
-"""Run a workflow on several prompts concurrently; make samples with rewards and the log-probs of frozen models.
+"""Run a workflow on several prompts concurrently, and collect samples with rewards and log-probs of frozen models.
 
 Samples are scored while others are still being sampled. The rewards of a run are requested when the run ends. The
 rollout waits for these rewards only if a filter needs them. Frozen models score samples in chunks, in the order in
-which the runs of an engine end. For a deterministic engine this order does not depend on timing, so the same samples
-are always packed together.
+which the runs of an engine end. If an engine is deterministic, this order does not depend on timing, so the same
+samples are always packed together.
 
-`Selection` chooses groups of runs, and a `Batch` has the samples of one update step.
+`Selection` chooses groups of runs. A `Batch` holds the samples of one training step.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class RolloutContext:
 
 
 class PendingRewards:
-    """Reward requests in progress, by sample id."""
+    """Reward requests in progress. The key of a request is the id of its sample."""
 
     def __init__(self, context: RolloutContext) -> None:
         self._pools, self._exclude_failed = context.reward_pools, context.exclude_failed
@@ -55,7 +55,10 @@ class PendingRewards:
         self._progress, self.scored = context.progress, Count("scored")
 
     def request(self, experience: Sample) -> None:
-        """Request a sample's score from the reward pool of its tag, unless the run already scored the sample."""
+        """Request the reward of a sample from the reward pool that accepts its tag.
+
+        Nothing is requested if the run has already set the sample's reward.
+        """
         if experience.reward is not None:
             return
         for pool in self._pools:
@@ -65,9 +68,9 @@ class PendingRewards:
                 answer.add_done_callback(self.scored.one)
 
     async def added_to(self, experiences: Sequence[Sample]) -> list[Sample]:
-        """Wait for the requested rewards of samples; return the samples with the rewards added.
+        """Wait for the requested rewards of samples, and return the samples with these rewards.
 
-        Samples that have their rewards are returned unchanged. Raises the errors of `RewardPool.submit`.
+        Samples without a pending request are returned unchanged. Raises the errors of `RewardPool.submit`.
         """
         names = [experience.id for experience in experiences if experience.id in self._requests]
         of = WAITS.of("a selection or the learner", f"the rewards of {len(names)} samples") if names else nullcontext()
@@ -95,15 +98,17 @@ async def roll_out(
     wait_for_rewards: bool = False,
     first_group: int = 0,
 ) -> AsyncGenerator[tuple[int, list[Sample]], None]:
-    """Run the workflow `sampling.n` times per prompt; yield (number, samples with frozen log-probs) as each run ends.
+    """Run the workflow `sampling.n` times on each prompt, and yield the result of each run when it ends.
 
-    Run k of prompt p has the number p · n + k. Use this iterator in `aclosing`, so that running requests are aborted if
-    the iteration ends early.
+    A result is a pair (number, samples). Run k of prompt p has the number p · n + k. The samples have the log-probs of
+    the frozen models. Use this iterator in `aclosing`, so that running requests are aborted if the iteration ends
+    early.
 
     Args:
-        first_draw: number of prompts that training has drawn before; group numbers and sample seeds depend on it.
-        wait_for_rewards: whether to yield samples only with their rewards; if False, rewards may still be pending.
-        first_group: group number of the first prompt; the engine of a group depends on the group's number.
+        first_draw: draw number of the first prompt. Group ids and sample seeds depend on the draw number.
+        wait_for_rewards: whether a run is yielded only when its samples have their rewards. If False, rewards may still
+            be pending.
+        first_group: group number of the first prompt. The engine of a group depends on the group number.
     """
     n, sampler, temperature = context.sampling.n, context.sampler, context.sampling.temperature
     engines = [sampler.engine_of(first_group + number // n) for number in range(len(prompts) * n)]
@@ -115,7 +120,10 @@ async def roll_out(
     async with sampler.session(context.chunk_samples) as session:
 
         async def run(number: int) -> tuple[int, list[Sample]]:
-            """Return the number of one run and its samples, with frozen log-probs and rewards."""
+            """Return (number, samples) of one run.
+
+            The samples have the log-probs of the frozen models. Their rewards may be pending.
+            """
             position, attempt = divmod(number, n)
             task = Task(prompts[position], first_draw + position, attempt, n, context.is_eval)
             model = Model(session, task, first_group + position, context.seed, context.sampling)
@@ -142,18 +150,29 @@ async def roll_out(
 
 
 class ChunkedLogprobs:
-    """Computes log-probs of frozen models for chunks of samples, in the order in which an engine's runs end."""
+    """Computes log-probs of frozen models for chunks of samples.
+
+    The samples of an engine are put into chunks in the order in which its runs end.
+    """
 
     def __init__(self, models: FrozenModels, temperature: float, chunk: int, engines: Sequence[int]) -> None:
-        """`engines` has the engine of each run."""
+        """Create the queues of waiting samples.
+
+        Args:
+            models: the frozen models.
+            temperature: temperature of the log-probs.
+            chunk: number of samples that the models score at a time.
+            engines: the engine of each run.
+        """
         self._models, self._temperature, self._chunk = models, temperature, chunk
         self._running = Counter(engines)
         self._waiting: dict[int, list[tuple[Sample, asyncio.Future[Sample]]]] = defaultdict(list)
 
     async def added_to(self, experiences: Sequence[Sample], engine: int) -> list[Sample]:
-        """Return the samples of a run with their log-probs; called once per run.
+        """Return the samples of a run with their log-probs. This method must be called once for each run.
 
-        The call that completes a chunk, or an engine's last call, computes the log-probs of all waiting samples.
+        The samples of an engine wait until a chunk is complete, or until the last run of the engine has ended. The call
+        that completes the chunk then computes the log-probs of all waiting samples.
         """
         loop = asyncio.get_running_loop()
         results: list[asyncio.Future[Sample]] = [loop.create_future() for _ in experiences]
@@ -172,7 +191,7 @@ class ChunkedLogprobs:
 def _timed(context: RolloutContext) -> Iterator[ExitStack]:
     """Count time as the phase `generate` until the yielded stack is closed.
 
-    Later time counts as the phase `teacher`, or as the phase `reward` if there are no frozen models.
+    After that, time counts as the phase `teacher`, or as the phase `reward` if there are no frozen models.
     """
     models = context.frozen_models
     with ExitStack() as generating:  # while both phases are open, the time counts for the first
@@ -182,7 +201,7 @@ def _timed(context: RolloutContext) -> Iterator[ExitStack]:
 
 
 class Selection:
-    """Selects the first `wanted` groups that pass.
+    """Selects the first groups that pass a filter.
 
     The groups are considered in the order of their prompts, not in the order in which they finish.
     """
@@ -196,7 +215,7 @@ class Selection:
         self._chosen: list[int] = []
 
     def add(self, number: int, samples: Sequence[Sample]) -> None:
-        """Add the samples of run `number`: the run with index `number % n` in the group `number // n`.
+        """Add the samples of a run. The run has the index `number % n` in the group `number // n`.
 
         A group without a sample does not pass.
         """
@@ -208,7 +227,7 @@ class Selection:
             self._advance()
 
     def _advance(self) -> None:
-        """Use decided groups in order, until enough groups are chosen."""
+        """Consider the groups in order, until enough groups are chosen or a group is not decided yet."""
         while self._used < len(self._passed) and not self.enough and self._passed[self._used] is not None:
             if self._passed[self._used]:
                 self._chosen.append(self._used)
@@ -216,26 +235,26 @@ class Selection:
 
     @property
     def decided(self) -> dict[int, bool]:
-        """Map: group whose runs have all ended -> whether the group has passed."""
+        """Map from each group whose runs have all ended to whether the group has passed."""
         return {group: passed for group, passed in enumerate(self._passed) if passed is not None}
 
     @property
     def used(self) -> int:
-        """Number of groups up to the last group that is needed; the prompts of later groups count as not drawn."""
+        """Number of groups up to the last group that is needed. The prompts of later groups count as not drawn."""
         return self._used
 
     @property
     def chosen(self) -> list[int]:
-        """Numbers of the selected groups, at most `wanted`, ascending."""
+        """Numbers of the selected groups, in ascending order. There are at most `wanted`."""
         return self._chosen
 
     @property
     def enough(self) -> bool:
-        """Whether no unfinished run can change the selection."""
+        """Whether enough groups are chosen. Further runs do not change the selection then."""
         return len(self._chosen) == self._wanted
 
     def samples_of(self, group: int) -> list[Sample]:
-        """Return the samples of a group, by run."""
+        """Return the samples of a group, in the order of its runs."""
         return [sample for run in range(self._n) for sample in self._runs[group][run]]
 
 
@@ -250,7 +269,7 @@ class Batch:
     samples: list[Sample] = field(default_factory=list)  # samples of each prompt, in the order of the prompts
     group_sizes: list[int] = field(default_factory=list)  # number of samples of each prompt
     filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
-    draws: list[int] = field(default_factory=list)  # number of each prompt in the order of the data
+    draws: list[int] = field(default_factory=list)  # draw number of each prompt
     filtered_draws: list[int] = field(default_factory=list)
     # oldest and newest version of each draw, if groups run ahead
     sampled_by: list[list[int]] = field(default_factory=list)
@@ -265,13 +284,13 @@ class Batch:
 
     @property
     def versions(self) -> Counter[int]:
-        """Number of sampled tokens by version of the weights."""
+        """Number of sampled tokens for each version of the weights."""
         return tokens_by_version(sample.versions for sample in self.samples)
 
     def ahead_metrics(self) -> dict[str, float]:
-        """Return `rollout/async/*`: the schedule of generation ahead of training, and the tokens' ages in versions.
+        """Return the metrics `rollout/async/*`. The map is empty if generation and training take turns.
 
-        The map is empty if generation and training take turns.
+        The metrics are waiting times, counts of groups, and the ages of the sampled tokens in versions.
         """
         if not self.schedule:
             return {}
@@ -292,9 +311,11 @@ class Batch:
         }
 
     def failed_rate(self, samples: Sequence[Sample], runs: int) -> float:
-        """Return the fraction of the batch's runs (`runs` per prompt) that have no sample or an excluded sample.
+        """Return the fraction of the batch's runs that failed. A failed run has no sample or an excluded one.
 
-        `samples` are the samples of the batch, in the same order, with rewards.
+        Args:
+            samples: the samples of the batch with rewards, in the order of the batch.
+            runs: number of runs per prompt.
         """
         left, begin = 0, 0
         for size in self.group_sizes:
@@ -304,7 +325,7 @@ class Batch:
         return 1 - left / (runs * len(self.group_sizes))
 
     async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the batch's samples, with missing rewards added."""
+        """Wait for the missing rewards of the batch's samples, and return the samples with these rewards."""
         found = list(samples)
         for rewards in self.rewards:
             found = await rewards.added_to(found)

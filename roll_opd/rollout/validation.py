@@ -1,4 +1,4 @@
-"""Validation: accuracy of a sampler on held-out prompts, and a few answers to record."""
+"""Validation: the accuracy of a sampler on held-out prompts, and a few answers for the records."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -16,7 +16,7 @@ VALIDATION_DRAW = 2**31  # first draw number of validation, above all draw numbe
 
 
 async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Sample]]:
-    """Return `validation_metrics` of `sampling.n` answers per prompt, and the answers."""
+    """Return (metrics, answers): `validation_metrics` of `sampling.n` answers to each prompt, and the answers."""
     rewards = PendingRewards(context)
     async with aclosing(roll_out(context, prompts, rewards, VALIDATION_DRAW)) as samples:
         by_number = {number: made async for number, made in samples}
@@ -28,11 +28,14 @@ async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[
 async def read_answers(
     models: FrozenModels, answers: Sequence[Sample], sampling: SamplingPlan, most_tokens: int
 ) -> list[Sample]:
-    """Return the answers with log-probs from the teachers and the reference policy, at the sampling temperature.
+    """Return the answers with log-probs of the teachers and of the reference policy.
 
-    An answer is returned unchanged if there is no teacher for it, or if it is longer than `most_tokens`, the limit of
-    the models' batches. Teachers with a context are left out, because held-out rows may lack the columns of the
-    context.
+    The log-probs are at the sampling temperature. An answer is returned unchanged if its response has more than
+    `most_tokens` tokens, or if there are teachers but none of them accepts its tag. Teachers with a context are left
+    out, because held-out rows may lack the columns of the context.
+
+    Args:
+        most_tokens: largest number of tokens in a batch of the models.
     """
     teachers = [teacher for teacher in models.teachers if teacher.plan.context is None]
     plain = replace(models, teachers=teachers, targets_for=None, student=None)
@@ -51,9 +54,13 @@ async def read_answers(
 
 
 def first_answers(answers: Sequence[Sample], samples: int, most: int) -> list[Sample]:
-    """Return the first answer to each of at most `most` prompts, which are fixed and evenly spread.
+    """Return the first answer to each of at most `most` prompts.
 
-    `answers` has `samples` consecutive answers to each prompt.
+    The prompts are evenly spread over the data and are the same in every call.
+
+    Args:
+        answers: the answers to all prompts; the answers to one prompt are consecutive.
+        samples: number of answers to each prompt.
     """
     firsts = answers[::samples]
     most = min(most, len(firsts))
@@ -63,7 +70,7 @@ def first_answers(answers: Sequence[Sample], samples: int, most: int) -> list[Sa
 def _by_main_reward(answer: Sample, reward_pools: Sequence[RewardPool]) -> Sample:
     """Return an answer whose reward is the main reward of its domain.
 
-    The further reward terms and the weights of the terms are used only in training.
+    The other reward terms and the weights of all terms are used only in training.
     """
     plan = next((pool.plan for pool in reward_pools if pool.plan.domain == answer.domain), None)
     if plan is None or not plan.is_weighted or plan.terms[0].name not in answer.reward_parts:

@@ -1,7 +1,7 @@
-"""The interface of a workflow. A run takes a prompt, calls the model one or more times and returns samples.
+"""The interface of a workflow. One run takes a prompt, calls the model one or more times, and returns samples.
 
-A rollout is a set of runs; each run is a coroutine. Samples are scored, selected and trained on in the same way for
-every workflow.
+A rollout consists of many runs, and each run is a coroutine. For every workflow, samples are scored, selected and
+trained on in the same way.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,15 @@ from roll_opd.samples.sample_columns import as_columns
 
 @dataclass(frozen=True)
 class Task:
-    """One run on one prompt: run number `run` of `runs`, in draw number `draw` of the training."""
+    """One run of a workflow on one prompt.
+
+    Attributes:
+        prompt: the prompt.
+        draw: number of the prompt in the order in which training draws prompts.
+        run: index of this run among the runs on the prompt.
+        runs: number of runs on the prompt.
+        is_eval: whether the run belongs to a validation.
+    """
 
     prompt: Prompt
     draw: int
@@ -30,7 +38,7 @@ class Task:
 
 
 class Model:
-    """The student's model for one run, with the settings `sampling`. Runs of the same `group` use the same engine."""
+    """The student's model for one run. Runs of the same group use the same engine."""
 
     def __init__(self, session: SamplingSession, task: Task, group: int, seed: int, sampling: SamplingPlan) -> None:
         self.group, self.sampling = group, sampling
@@ -38,34 +46,46 @@ class Model:
         self._calls = 0
 
     async def generate(self, tokens: np.ndarray) -> Completion:
-        """Return a response to `tokens`, int64 [P]."""
+        """Return the engine's response to a prompt.
+
+        Args:
+            tokens: int64 [P], the tokens of the prompt.
+        """
         seed = sample_seed(self._seed, self._task.draw, self._task.run, self._calls)
         self._calls += 1
         return await self._session.ask(Request(self.group, tokens, seed), self.sampling)
 
 
 class Workflow(Protocol):
-    """A workflow: makes any number of samples from a task."""
+    """A workflow returns any number of samples for a task."""
 
     async def run(self, task: Task, model: Model) -> Sequence[Sample]: ...
 
 
 class SingleTurn:
-    """One response to the prompt."""
+    """The workflow that samples one response to the prompt."""
 
     async def run(self, task: Task, model: Model) -> Sequence[Sample]:
-        """Return the one sample."""
+        """Return the response as a list of one sample."""
         completion = await model.generate(task.prompt.tokens)
         return [sample_of(task.prompt, task.draw, task.run, completion)]
 
 
 def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
-    """Return the seed of a model call, which depends on the training's seed, the draw, the run and the call."""
+    """Return the seed of a model call.
+
+    The seed depends on the seed of the training, the draw, the run and the index of the call in the run.
+    """
     return derived_seed(seed, draw, run, *([call] if call else []))
 
 
 def sample_of(prompt: Prompt, draw: int, run: int, completion: Completion) -> Sample:
-    """Return an engine's response as the sample of run `run` of draw `draw`."""
+    """Return a sample made from an engine's response.
+
+    Args:
+        draw: number of the draw of the prompt.
+        run: index of the run in the draw.
+    """
     return Sample(
         np.concatenate([prompt.tokens, completion.tokens]),
         len(prompt.tokens),

@@ -1,12 +1,13 @@
 """Alignment of a response's tokens in two tokenizers, by byte offsets.
 
-Both models read the same response bytes. A chunk ends wherever a student token and a teacher token end at the same
-byte. A chunk is therefore the shortest piece of the response that consists of whole tokens in both tokenizers. The
-student's log-prob of a chunk is the sum of the log-probs of its student tokens, and the teacher's log-prob of a chunk
-is the sum of the log-probs of its teacher tokens. The ends of tokens are compared as offsets in bytes, not as offsets
-in decoded text.
+Student and teacher read the same bytes of the response. A chunk ends at each byte at which both a student token and a
+teacher token end. A chunk is therefore the shortest piece of the response that consists of whole tokens in both
+tokenizers. The student's log-prob of a chunk is the sum of the log-probs of its student tokens. The teacher's log-prob
+of a chunk is the sum of the log-probs of its teacher tokens. The ends of tokens are offsets in bytes, not offsets in
+decoded text.
 
-Legend: T-P student tokens and U teacher tokens of a response, C chunks.
+Legend: T-P student tokens and U teacher tokens of a response, C chunks, S scored teacher tokens: the teacher tokens
+that are not `missing`.
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ NO_CHUNK = -1  # index for student tokens without a teacher log-prob and for obs
 
 @dataclass(frozen=True)
 class Alignment:
-    """The ends of student tokens and of teacher tokens in the bytes of a response, and the chunks between common ends.
+    """The byte offsets at which the tokens of a response end, in the student's and in the teacher's tokenizer.
 
-    Both arrays of ends are non-decreasing and have the same last value. A `missing` entry of the teacher represents
-    bytes or a special token that the teacher's tokenizer cannot encode. A chunk that has a `missing` entry has no
-    teacher log-prob.
+    The chunks follow from these offsets. Both arrays of offsets are non-decreasing and have the same last value. A
+    teacher token is `missing` if it stands for bytes or for a special token that the teacher's tokenizer cannot encode.
+    A chunk with a missing token has no teacher log-prob.
     """
 
     student_ends: np.ndarray  # int64 [T-P], offset in bytes of each token's end
@@ -35,7 +36,7 @@ class Alignment:
 
     @cached_property
     def _bounds(self) -> np.ndarray:
-        """int64 [C], ends of the chunks."""
+        """int64 [C], the byte offset at which each chunk ends."""
         places = np.searchsorted(self.teacher_ends, self.student_ends)
         places = np.minimum(places, max(len(self.teacher_ends) - 1, 0))
         common = self.teacher_ends[places] == self.student_ends if len(self.teacher_ends) else places > 0
@@ -44,7 +45,7 @@ class Alignment:
 
     @cached_property
     def _student_chunks(self) -> np.ndarray:
-        """int64 [T-P], index of each student token's chunk."""
+        """int64 [T-P], the index of the chunk of each student token."""
         return np.searchsorted(self._bounds, self.student_ends)
 
     @cached_property
@@ -53,12 +54,12 @@ class Alignment:
 
     @cached_property
     def _covered(self) -> np.ndarray:
-        """bool [C], true if the teacher scores all bytes of the chunk."""
+        """bool [C], true for a chunk if the teacher scores all of its bytes."""
         return np.bincount(self._teacher_chunks, weights=self.missing, minlength=len(self._bounds)) == 0
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        """int32 [T-P]: for each token, the index of the first token in its chunk.
+        """int32 [T-P], for each student token the index of the first token of its chunk.
 
         Tokens without credit have the value `NO_CHUNK`.
         """
@@ -70,17 +71,20 @@ class Alignment:
 
     @property
     def credits(self) -> np.ndarray:
-        """int32 [T-P]: for each token, the index of the first token that shares its credit.
+        """int32 [T-P], for each student token the index of the first token that shares its credit.
 
-        If `by_token` is true, each token has a separate credit; otherwise the tokens of a chunk share one credit.
-        Tokens without credit have the value `NO_CHUNK`.
+        If `by_token` is true, each token has its own credit. Otherwise, the tokens of a chunk share one credit. Tokens
+        without credit have the value `NO_CHUNK`.
         """
         numbers = np.arange(len(self.student_ends), dtype=np.int32)
         return np.where(self.chunks == NO_CHUNK, self.chunks, numbers) if self.by_token else self.chunks
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """int64 [N, 3]: numbers of student tokens, teacher tokens and bytes of each of the N chunks with credit."""
+        """int64 [N, 3], the size of each of the N chunks with credit.
+
+        The three columns are the number of student tokens, the number of teacher tokens, and the number of bytes.
+        """
         count = len(self._bounds)
         students = np.bincount(self._student_chunks[self.chunks != NO_CHUNK], minlength=count)
         teachers = np.bincount(self._teacher_chunks, minlength=count)
@@ -88,10 +92,11 @@ class Alignment:
         return sizes[students > 0]
 
     def cuts(self) -> list[tuple[int, int, list[bytes]]]:
-        """Return a tuple for each chunk with credit.
+        """Return a list of (first, count, pieces), one for each chunk with credit.
 
-        The tuple has the index of the chunk's first student token, the number of its student tokens, and the bytes of
-        each of its teacher tokens.
+        - `first`: index of the chunk's first student token.
+        - `count`: number of student tokens in the chunk.
+        - `pieces`: the bytes of each teacher token in the chunk.
         """
         found = []
         starts = np.append(0, self.teacher_ends[:-1])
@@ -109,14 +114,14 @@ class Alignment:
         return int(np.count_nonzero(self.action_mask & (self.chunks == NO_CHUNK)))
 
     def on_student_tokens(self, logprobs: np.ndarray) -> np.ndarray:
-        """Return the teacher's log-probs spread over the student's tokens, f32 [T-P]; NaN for tokens without credit.
+        """Return the teacher's log-probs spread over the student's tokens, as f32 [T-P].
 
-        The entries of a chunk add up to the teacher's log-prob of the chunk. Each student token of the chunk gets a
-        part that is proportional to the token's number of bytes. If a chunk has one student token and one teacher
-        token, its entry is the teacher's log-prob, bit for bit.
+        Tokens without credit have the value NaN. The log-prob of a chunk is divided among its student tokens in
+        proportion to their numbers of bytes. If a chunk has one student token and one teacher token, the value is the
+        teacher's log-prob, bit for bit.
 
         Args:
-            logprobs: f32 [U - missing], log-probs of the teacher's tokens.
+            logprobs: f32 [S], log-probs of the scored teacher tokens.
         """
         if not len(self.student_ends):
             return np.zeros(0, np.float32)

@@ -1,8 +1,7 @@
 """`Sample`: one sequence, on its way from the engine's answer to the loss.
 
-On the driver, a sample has all of its fields, such as its id, its reward and the values for records. In a rank's shard,
-a sample has only the fields that a forward pass or a loss reads: tokens, prompt length, routes and columns
-(`shard_sample`).
+On the driver, a sample has all of its fields. In a rank's shard, a sample has only the fields that a forward pass or a
+loss reads: tokens, prompt length, routes and columns (`shard_sample`).
 
 Legend: T tokens in all, P prompt tokens, L layers with experts, K experts per token.
 """
@@ -27,11 +26,19 @@ def _empty() -> FrozenDict:
 
 @dataclass
 class TargetRef:
-    """A reference to a teacher's targets for one sample, in the object store of the rank that computed them.
+    """A reference to a teacher's targets for one sample.
 
-    For top-k the arrays are `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
-    log-prob of all other tokens together. For the whole vocabulary the only array is `hidden` [T-P, F], the final
-    hidden states (see `samples.transport`). The student's ranks apply the teacher's output head to the hidden states.
+    The arrays of the targets are in the object store of the rank that computed them.
+
+    For top-k targets, the arrays are:
+    - `topk_ids`: int32 [T-P, K].
+    - `topk_logprobs`: f32 [T-P, K].
+    - `topk_rest`: f32 [T-P], the log-prob of all other tokens together.
+
+    For targets over the whole vocabulary, the only array is:
+    - `hidden`: [T-P, F], the final hidden states. A bf16 array is stored as int16 (see `samples.transport`).
+
+    The student's ranks apply the teacher's output head to the hidden states.
     """
 
     bundle: Any  # a reference to the arrays of several samples; None after they were released
@@ -40,20 +47,20 @@ class TargetRef:
     hits: np.ndarray | None = None  # bool [T-P], true for sampled tokens that are in the top-k; for records
 
     def for_ranks(self) -> "TargetRef":
-        """Return a copy of the reference without `hits`, for the ranks that fetch the arrays."""
+        """Return a copy of the reference without `hits`. The copy is sent to the ranks that fetch the arrays."""
         return replace(self, hits=None)
 
     def released(self) -> None:
-        """Drop the reference to the arrays."""
+        """Drop the reference to the arrays, so that the object store can free them."""
         self.bundle = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One immutable sequence with columns; the table `samples.sample_columns.COLUMNS` describes the columns.
+    """One immutable sequence with its columns. The table `samples.sample_columns.COLUMNS` describes the columns.
 
-    All arrays are numpy on the CPU, so that they travel through Ray's object store. A stage returns new samples:
-    `with_columns(samples, ...)` for arrays over the response, `changed(sample, ...)` for fields.
+    All arrays are NumPy arrays on the CPU, so that they can travel through Ray's object store. A stage returns new
+    samples. It sets arrays over the response with `with_columns(samples, ...)`, and fields with `changed(sample, ...)`.
     """
 
     tokens: np.ndarray  # int64 [T]
@@ -90,134 +97,138 @@ class Sample:
 
     @property
     def action_mask(self) -> np.ndarray:
-        """bool [T-P]."""
+        """bool [T-P], true for tokens that the student sampled and for tokens of a demonstration's answer."""
         return self.columns["action_mask"]
 
     @property
     def rollout_logprobs(self) -> np.ndarray | None:
-        """f32 [T-P], from the inference engine."""
+        """f32 [T-P], log-probs of the inference engine. None if they are not set."""
         return self.columns.get("rollout_logprobs")
 
     @property
     def old_logprobs(self) -> np.ndarray | None:
-        """f32 [T-P], from the training engine."""
+        """f32 [T-P], log-probs of the training engine before the update. None if they are not set."""
         return self.columns.get("old_logprobs")
 
     @property
     def ref_logprobs(self) -> np.ndarray | None:
-        """f32 [T-P]."""
+        """f32 [T-P], log-probs of the reference policy. None if they are not set."""
         return self.columns.get("ref_logprobs")
 
     @property
     def teacher_logprobs(self) -> dict[str, np.ndarray]:
-        """Teacher name -> log-probs f32 [T-P]."""
+        """Map from each teacher's name to its log-probs, f32 [T-P]."""
         return teacher_logprobs(self.columns)
 
     @property
     def values(self) -> np.ndarray | None:
-        """f32 [T-P], from the critic."""
+        """f32 [T-P], the critic's values. None if they are not set."""
         return self.columns.get("values")
 
     @property
     def returns(self) -> np.ndarray | None:
-        """f64 [T-P]."""
+        """f64 [T-P], the training targets of the critic."""
         return self.columns.get("returns")
 
     @property
     def advantages(self) -> np.ndarray | None:
-        """f64 [T-P], computed only from the external reward, without the teachers' part."""
+        """f64 [T-P], computed from the external reward only, without the part of the teachers."""
         return self.columns.get("advantages")
 
     @property
     def loss_mask(self) -> np.ndarray | None:
-        """bool [T-P]; None means that all action tokens are in the loss."""
+        """bool [T-P]. If None, all action tokens are in the loss."""
         return self.columns.get("loss_mask")
 
     @property
     def importance_weights(self) -> np.ndarray | None:
-        """f32 [T-P]; None means that all weights are 1."""
+        """f32 [T-P]. If None, all weights are 1."""
         return self.columns.get("importance_weights")
 
     @property
     def student_logprobs(self) -> np.ndarray:
-        """f32 [T-P]: log-probs of the training engine if they are set, otherwise log-probs of the inference engine."""
+        """f32 [T-P], log-probs of the training engine if they are set, otherwise log-probs of the inference engine."""
         return present(self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs)
 
     @property
     def prompt_tokens(self) -> np.ndarray:
-        """int64 [P]."""
+        """int64 [P], the tokens of the prompt."""
         return self.tokens[: self.prompt_length]
 
     @property
     def response_tokens(self) -> np.ndarray:
-        """int64 [T-P]."""
+        """int64 [T-P], the tokens after the prompt."""
         return self.tokens[self.prompt_length :]
 
     @property
     def response_length(self) -> int:
-        """Number of tokens after the prompt (T-P), including observed tokens."""
+        """Number of tokens after the prompt, T-P. Observed tokens are included."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def action_tokens(self) -> int:
-        """Number of tokens that the student generated; for a demonstration, the number of tokens in its answer."""
+        """Number of tokens that the student generated. For a demonstration, the number of tokens in its answer."""
         return int(np.count_nonzero(self.action_mask))
 
     @property
     def in_loss(self) -> np.ndarray:
-        """Mask of the tokens in the loss, bool [T-P]: `loss_mask` if set, else all action tokens."""
+        """bool [T-P], true for tokens in the loss: `loss_mask` if it is set, otherwise all action tokens."""
         mask = self.loss_mask
         return self.action_mask if mask is None else mask
 
     @property
     def learned_tokens(self) -> int:
-        """Number of action tokens in the loss."""
+        """Number of action tokens in the loss. It is 0 for an excluded sample."""
         return 0 if self.excluded else int(np.count_nonzero(self.action_mask & self.in_loss))
 
     @property
     def is_learned_from(self) -> bool:
-        """Whether any token is in the loss."""
+        """Whether at least one token is in the loss."""
         return not self.excluded and (self.loss_mask is None or bool(self.loss_mask.any()))
 
     @property
     def is_of_a_kind(self) -> bool:
-        """Whether the workflow makes several kinds of samples; `group_id` then ends with the draw and the kind."""
+        """Whether the workflow makes several kinds of samples. If so, `group_id` ends with the draw and the kind."""
         return ":" in self.group_id.rpartition("#")[2]
 
     @property
     def difficulty(self) -> float | None:
-        """The row's `difficulty`; None unless it is a number."""
+        """The value `difficulty` of the row, or None if it is not a number."""
         value = self.extra.get("difficulty")
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def taught_by(self, teacher: str) -> np.ndarray:
-        """Return a mask of the action tokens for which this teacher has a log-prob, bool [T-P]."""
+        """Return a mask of the action tokens for which a teacher has a log-prob, bool [T-P]."""
         chunks = self.columns.get(chunks_column(teacher))
         return self.action_mask if chunks is None else self.action_mask & (chunks != NO_CHUNK)
 
     def acted(self, values: np.ndarray) -> np.ndarray:
-        """Return the entries of a [T-P, ...] array at action tokens, for means, fractions and checks."""
+        """Return the entries of an array [T-P, ...] at the action tokens."""
         return values[self.action_mask]
 
     def without_observed(self, values: np.ndarray) -> np.ndarray:
-        """Return a floating-point array [T-P] with NaN at observed tokens, for records."""
+        """Return an array [T-P] with NaN at observed tokens, for records. Its dtype must be a floating-point type."""
         return values if self.action_mask.all() else np.where(self.action_mask, values, values.dtype.type(np.nan))
 
     def with_columns(self, **arrays: np.ndarray | None) -> "Sample":
-        """Return the sample with columns set to new values; None removes a column."""
+        """Return the sample with new values of some columns. The value None removes a column."""
         columns = {**self.columns, **arrays}
         return changed(self, columns={name: array for name, array in columns.items() if array is not None})
 
     def empty(self) -> "Sample":
-        """Return a sample with the same columns and no scored token: a template of array names, dtypes and shapes."""
+        """Return a sample with the same columns but without response tokens.
+
+        It is a template: it has the names, dtypes and trailing dimensions of the arrays.
+        """
         columns = {name: values[:0] for name, values in self.columns.items()}
         return Sample(self.tokens[:1], 1, columns, None if self.routes is None else self.routes[:0])
 
 
 def changed(sample: Sample, **fields: Any) -> Sample:
-    """Return `sample` with new values of some fields.
+    """Return a copy of the sample with new values of some fields.
 
-    Like `dataclasses.replace`, but ten times as fast; a step calls it several times per sample.
+    This function does the same as `dataclasses.replace` but is ten times as fast. A step calls it several times per
+    sample.
     """
     if not fields.keys() <= sample.__dict__.keys():
         unknown = ", ".join(sorted(fields.keys() - sample.__dict__.keys()))
@@ -228,7 +239,11 @@ def changed(sample: Sample, **fields: Any) -> Sample:
 
 
 def with_columns(samples: Sequence[Sample], **columns: Iterable[np.ndarray]) -> list[Sample]:
-    """Return the samples with columns added; each column is a list with one array per sample."""
+    """Return the samples with additional columns.
+
+    Args:
+        columns: for each column name, one array per sample.
+    """
     rows = zip(*columns.values(), strict=True)
     return [
         changed(sample, columns={**sample.columns, **dict(zip(columns, row, strict=True))})
@@ -237,15 +252,19 @@ def with_columns(samples: Sequence[Sample], **columns: Iterable[np.ndarray]) -> 
 
 
 def shard_sample(sample: Sample, *, routed: bool = False) -> Sample:
-    """Return the part of a sample that a forward pass reads: tokens, prompt length and, if `routed`, routes."""
+    """Return a sample with only the fields that a forward pass reads.
+
+    The fields are the tokens and the prompt length, and also the routes if `routed` is true.
+    """
     return Sample(sample.tokens, sample.prompt_length, {}, sample.routes if routed else None)
 
 
 def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sample]:
-    """Return the first sample of each run; its reward is set to the mean reward of all samples of the run.
+    """Return the first sample of each run, with the reward of the run.
 
-    If `returns` is true and all steps of a run have a state, the reward is set to the sum over the steps instead of the
-    mean. In this case each step has a separate reward; otherwise each step has a copy of the run's reward.
+    The reward of a run is the mean of the rewards of its samples, because each sample has a copy of the run's reward.
+    If `returns` is true and all samples of the run have a state, each sample is a step with a separate reward. The
+    reward of the run is then the sum of these rewards.
     """
     steps: dict[tuple[str, int], list[Sample]] = {}
     for number, sample in enumerate(samples):
@@ -262,6 +281,6 @@ def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sampl
 
 
 def present(array: np.ndarray | None) -> np.ndarray:
-    """Return an optional array that an earlier stage must have set."""
+    """Return `array`, which must not be None: an earlier stage must have set it."""
     assert array is not None
     return array

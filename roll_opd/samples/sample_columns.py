@@ -1,8 +1,8 @@
-"""The columns of a sample: arrays over its response, in one table.
+"""The columns of a sample: arrays over its response, described in one table.
 
-Entry t of every column belongs to token `tokens[P+t]`. A stage fills a column for a whole batch with
-`samples.sample.with_columns`. The samples in a rank's shard have only the columns whose `shard` dtype is set.
-`objective.columns` computes the columns that a loss reads; the teachers' targets are added on the ranks.
+Entry t of every column belongs to token `tokens[P+t]`. A stage sets a column of a whole batch with
+`samples.sample.with_columns`. The samples in a rank's shard have only the columns whose `shard` dtype is set. The
+module `objective.columns` computes the columns that a loss reads. The ranks add the teachers' targets.
 
 Legend: T tokens of a sample, P prompt tokens, K tokens of a top-k, F hidden size, M tokens of a batch, concatenated.
 """
@@ -22,8 +22,8 @@ CHUNKS = "/chunks"  # suffix of the columns that hold chunks
 class Column:
     """One row of the table.
 
-    If `dtype` is empty, the column does not exist on the driver. If `shard` is empty, the column does not exist in a
-    shard.
+    If `dtype` is empty, the column does not exist on the driver. If `shard` is empty, the column does not exist in the
+    shards of the ranks.
     """
 
     meaning: str
@@ -161,7 +161,7 @@ COLUMNS = {
 
 
 def as_columns(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Return a map: column name -> array, without columns that are None."""
+    """Return a map from column names to arrays. Arrays that are None are left out."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
@@ -171,7 +171,11 @@ def logprobs_column(teacher: str) -> str:
 
 
 def teacher_columns(logprobs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a map: name of a teacher's log-prob column -> log-probs of the teacher."""
+    """Return the log-prob columns of teachers: a map from column names to arrays.
+
+    Args:
+        logprobs: map from teacher names to log-probs.
+    """
     return {logprobs_column(name): array for name, array in logprobs.items()}
 
 
@@ -181,21 +185,21 @@ def chunks_column(teacher: str) -> str:
 
 
 def teacher_logprobs(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a map: teacher -> log-probs, in the order of the columns `TEACHER/logprobs`."""
+    """Return a map from teacher names to log-probs, taken from the columns `TEACHER/logprobs` in their order."""
     return {name.removesuffix(_LOGPROBS): array for name, array in columns.items() if name.endswith(_LOGPROBS)}
 
 
 def end_to_end(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """Return the samples' arrays [T-P] concatenated to one array [M]; empty if there are no samples."""
+    """Return the concatenation [M] of the samples' arrays [T-P]. The result is empty if there are no samples."""
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 
 def split_by_length(values_M: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Return each sample's part of an array [M], as a view [T-P]."""
+    """Return each sample's part of a concatenated array [M], as views [T-P]."""
     ends = itertools.accumulate(lengths)
     return [values_M[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def picked(values_M: np.ndarray, mask_M: np.ndarray) -> np.ndarray:
-    """Return the values under the mask; no copy is made if the mask is True everywhere."""
+    """Return the values at which the mask is true. If the mask is true everywhere, the values are not copied."""
     return values_M if mask_M.all() else values_M[mask_M]

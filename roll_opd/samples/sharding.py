@@ -1,7 +1,7 @@
-"""Assign a batch's samples to data-parallel ranks and micro-batches, and split the batch into a shard per rank.
+"""Assign a batch's samples to data-parallel ranks and micro-batches, and split the batch into one shard per rank.
 
-The driver computes the assignment once. The assignment is deterministic and balances the number of tokens; there is no
-padding. Each shard also has templates. A template is a sample without a scored token, and there is one template for
+The driver computes the assignment once. The assignment is deterministic and balances the number of tokens. There is no
+padding. Each shard also has templates. A template is a sample without response tokens, and there is one template for
 each set of columns that occurs in the batch. Because of the templates, all ranks build the same columns.
 """
 
@@ -55,10 +55,15 @@ def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
 
 
 def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -> int:
-    """Return the length of the prompt prefix that the sequence `tokens` shares with the sequence `earlier`.
+    """Return the length of the prompt prefix that a sequence shares with an earlier sequence.
 
-    The model computes a shared prefix only once. The returned length is 0 if sharing the prefix would save less than
-    the attention mask for it costs. Both sequences are int64 [T]; `prompt_length` is the prompt length of `tokens`.
+    The model computes a shared prefix only once. The returned length is 0 if the prefix is so short that sharing it
+    would cost more in the attention mask than it saves.
+
+    Args:
+        earlier: int64 [T], the earlier sequence.
+        tokens: int64 [T], the sequence itself.
+        prompt_length: prompt length of `tokens`.
     """
     end = min(len(earlier), prompt_length)
     differing = np.flatnonzero(earlier[:end] != tokens[:end])
@@ -67,10 +72,13 @@ def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -
 
 
 def relatives(sequences: Sequence[tuple[np.ndarray, int]], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Return units in which each sequence shares a prefix with the previous sequence; the prefix is computed once.
+    """Return units in which each sequence shares a prefix with the sequence before it.
 
-    The size of the units is chosen so that the rank with the most tokens has as few tokens as possible. Each element of
-    `sequences` is a pair: the tokens, int64 [T], and the prompt length.
+    The model computes the shared prefix only once. The size of the units is chosen so that the rank with the most
+    tokens has as few tokens as possible.
+
+    Args:
+        sequences: pairs of tokens, int64 [T], and prompt length.
     """
     order = sorted(range(len(sequences)), key=lambda number: sequences[number][0].tobytes())
     families: list[list[_Relative]] = []
@@ -98,7 +106,7 @@ def _most_tokens(units: Sequence[Unit], ranks: int) -> int:
 def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> list[Unit]:
     """Split sequences with shared prefixes into units.
 
-    A unit has at most `size` sequences. A unit of several sequences does not exceed `limits`.
+    A unit has at most `size` sequences. A unit of several sequences also stays within `limits`.
     """
     units: list[Unit] = []
     most_tokens = limits.tokens or sum(member.length for member in family)
@@ -114,11 +122,11 @@ def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> li
 
 
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Split sequence numbers into `parts` lists of nearly equal total length; each list is in ascending order.
+    """Split sequence indices into `parts` lists of nearly equal total length.
 
     The sequences are assigned one after the other, longest first. Each sequence goes to the part with the fewest
     tokens. If several parts have equally few tokens, the sequence goes to the part with the fewest sequences, and then
-    to the first such part. No part is empty if there are at least `parts` sequences.
+    to the first such part. Each list is in ascending order. No list is empty if there are at least `parts` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, 0, part) for part in range(parts)]  # heap of (number of tokens, number of sequences, part)
@@ -132,11 +140,11 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def micro_batches(
     units: Sequence[Unit], limits: MicroBatchLimits, multiple: int = 1, at_least: int = 0
 ) -> list[list[Unit]]:
-    """Split units into balanced micro-batches within `limits`.
+    """Split units into balanced micro-batches within the limits.
 
-    The number of micro-batches is the smallest multiple of `multiple` that is possible and not below `at_least`. If
-    there are fewer units than micro-batches, some micro-batches are empty. A unit is never split, so a unit that
-    exceeds a limit raises this limit to its own size.
+    The number of micro-batches is a multiple of `multiple`, at least `at_least`, and as small as possible. If there are
+    fewer units than micro-batches, some micro-batches are empty. A unit is never split. If a unit exceeds a limit, the
+    limit is raised to the size of the unit.
     """
     if not units:
         return [[] for _ in range(at_least)]
@@ -157,9 +165,9 @@ def micro_batches(
 
 
 def _first(fits: Callable[[int], bool], start: int) -> int:
-    """Return a number >= `start` that fits and whose predecessor does not fit (or is below `start`).
+    """Return a number that fits and is at least `start`. The number below it does not fit, or is below `start`.
 
-    This is a galloping search: the step is doubled until a number fits, and the last interval is then bisected.
+    The search is a galloping search: the step is doubled until a number fits, and then the last interval is bisected.
     """
     step, failing = 1, start - 1
     while not fits(number := failing + step):
@@ -173,9 +181,10 @@ def _first(fits: Callable[[int], bool], start: int) -> int:
 def assign(
     units: Sequence[Unit], ranks: int, limits: MicroBatchLimits, multiple: int = 1, *, equal: bool = False
 ) -> list[list[list[int]]]:
-    """Return each rank's micro-batches as lists of sequence numbers; see `micro_batches`.
+    """Return the micro-batches of each rank, as lists of sequence indices; see `micro_batches`.
 
-    If `equal` is true, all ranks get the same number of micro-batches, at least as many as the rank that needs most.
+    If `equal` is true, all ranks get the same number of micro-batches. This number is at least the largest number that
+    a rank needs.
     """
     shares = [[units[n] for n in share] for share in split_balanced([unit.tokens for unit in units], ranks)]
     split = [micro_batches(share, limits, multiple) for share in shares]
@@ -187,7 +196,10 @@ def assign(
 def _equal(
     shares: Sequence[list[Unit]], split: Sequence[list[list[Unit]]], limits: MicroBatchLimits, multiple: int
 ) -> list[list[list[int]]]:
-    """Return the assignment with the smallest number of micro-batches that all ranks can have."""
+    """Return the assignment in which all ranks have the same number of micro-batches.
+
+    This number is the smallest one that is possible for all ranks.
+    """
     most = max(map(len, split))
     while True:
         split = [micro_batches(share, limits, multiple, most) for share in shares]
@@ -202,9 +214,9 @@ def _numbers(parts: Sequence[Sequence[Unit]]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Packing:
-    """Rules for assigning an engine's sequences to ranks and micro-batches.
+    """Rules for assigning the sequences of an engine to ranks and micro-batches.
 
-    The limits of a micro-batch are an argument of each call.
+    The limits of a micro-batch are not part of the rules. They are an argument of each call.
     """
 
     ranks: int  # data-parallel
@@ -215,10 +227,12 @@ class Packing:
     def assign(
         self, sequences: Sequence[tuple[np.ndarray, int]], limits: MicroBatchLimits, group_size: int = 1
     ) -> Assignment:
-        """Return the micro-batches of each rank, as lists of sequence numbers.
+        """Return the micro-batches of each rank, as lists of sequence indices.
 
-        Each element of `sequences` is a pair: the tokens, int64 [T], and the prompt length. `group_size` consecutive
-        sequences stay in one micro-batch.
+        Args:
+            sequences: pairs of tokens, int64 [T], and prompt length.
+            limits: limits of a micro-batch.
+            group_size: number of consecutive sequences that stay in one micro-batch.
         """
         lengths = [len(tokens) for tokens, _ in sequences]
         if group_size > 1:
@@ -232,9 +246,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class DPShard:
-    """A data-parallel rank's part of a batch: first the templates, then the rank's samples.
+    """The part of a batch for one data-parallel rank: first the templates, then the rank's samples.
 
-    The numbers in `micro_batches` are indices in `samples`.
+    The entries of `micro_batches` are indices into `samples`.
     """
 
     samples: Sequence[Sample]
@@ -244,15 +258,19 @@ class DPShard:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """All shards of a batch, and for each sample in a shard its number in the batch (-1 for templates)."""
+    """All shards of a batch.
+
+    `numbers` has, for each sample of a shard, its index in the batch. The entry of a template is -1.
+    """
 
     shards: list[DPShard]
     numbers: list[list[int]]
 
     def merged(self, answers: Iterable[tuple[int, Mapping[int, Any] | None]]) -> dict[int, Any]:
-        """Return a map: sample number in the batch -> value.
+        """Return a map from the index of a sample in the batch to its value.
 
-        Each element of `answers` is a pair: a rank, and a map from sample numbers in the rank's shard to values.
+        Args:
+            answers: pairs of a rank, and a map from the index of a sample in the rank's shard to its value.
         """
         return {
             self.numbers[rank][number]: value for rank, values in answers for number, value in (values or {}).items()
@@ -262,10 +280,14 @@ class ShardedBatch:
 def shard_batch(
     samples: Sequence[Sample], assignment: Assignment, held: Sequence[Mapping[str, TargetRef]] = ()
 ) -> ShardedBatch:
-    """Return the batch sharded by `assignment`.
+    """Return the batch, split into shards according to `assignment`.
 
-    Every shard has a template for each layout in the batch. Two samples have the same layout if both of them have
-    routes or neither has, and if `held` has targets with the same names for both.
+    Every shard has one template for each layout in the batch. Two samples have the same layout if both or neither of
+    them have routes, and if their targets have the same names.
+
+    Args:
+        assignment: for each rank, its micro-batches as lists of sample indices.
+        held: the targets of each sample, by name. It is empty if there are no targets.
     """
     templates: dict[Hashable, int] = {}
     for number, sample in enumerate(samples):
@@ -285,7 +307,10 @@ def shard_batch(
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of an update on one rank: sums over the rank's tokens, and log-probs from the rank's forward pass."""
+    """The result of an update on one rank.
+
+    It has sums over the rank's tokens, and the log-probs of the rank's forward pass.
+    """
 
     sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `update` in trainer and critic
     logprobs: dict[int, np.ndarray]  # sample number -> log-probs before the update, f32 [T-P]

@@ -2,8 +2,9 @@
 
 `Compact` pickles many small arrays as one buffer. The samples of a step have thousands of arrays, and each array has
 only a few dozen numbers. Ray would store each array separately, and this would take longer than some stages of the
-step. A list of instances of one dataclass is pickled field by field, and the flat arrays of a field are concatenated.
-Large numbers of weights are sent in a bucket (`samples.weight_bucket`).
+step. A list of instances of one dataclass is pickled field by field, and the 1-D arrays of a field are concatenated.
+
+Weights are too large for such messages. They are sent in buckets (`samples.weight_bucket`).
 """
 
 import itertools
@@ -24,7 +25,10 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 
 class Compact:
-    """Wrapper of a value. Unpickling returns the value itself; its arrays are read-only views of one buffer."""
+    """A wrapper that pickles a value with one buffer for all of its arrays.
+
+    Unpickling returns the value itself. Its arrays are read-only views of the buffer.
+    """
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -50,7 +54,7 @@ def _opened(data: bytes, buffer: np.ndarray, spans: list[tuple[int, int]]) -> An
 
 
 class _Rows:
-    """Instances of one dataclass, stored as one list of values for each field."""
+    """Instances of one dataclass, stored as one list of values per field."""
 
     def __init__(self, kind: type, values: Sequence[Any]) -> None:
         self._kind = kind
@@ -77,7 +81,7 @@ def _by_fields(value: Any) -> Any:
 
 
 def _column(values: list[Any]) -> tuple[Callable[..., Sequence[Any]], Any, Any]:
-    """Return a function that restores the values, and the arguments of the function, as `__reduce__` does."""
+    """Return a function that restores the values, and the arguments of this function."""
     first, kinds = values[0], {type(value) for value in values}
     if all(value is first for value in values):
         return _repeated, first, len(values)
@@ -108,9 +112,10 @@ def _listed(values: list[Any], _: None) -> list[Any]:
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """Return `tensor`, from any device and without its gradient, as an array of the same shape.
+    """Return a tensor as a NumPy array of the same shape.
 
-    NumPy has no bf16, so a bf16 tensor becomes an int16 array. No other tensor in a message has the dtype int16.
+    The tensor may be on any device, and it may require gradients. NumPy has no bf16, so a bf16 tensor becomes an int16
+    array. No other tensor in a message has the dtype int16.
     """
     tensor = tensor.detach().cpu()
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()

@@ -1,8 +1,9 @@
-"""Versions of the weights that sampled a response, as runs of (version, number of tokens).
+"""Versions of the weights that sampled a response, stored as runs (version, number of tokens).
 
-For example, `((3, 12), (None, 5), (4, 9))` means that version 3 sampled the first 12 tokens, that the next 5 tokens
-were not sampled (they are an observation or a user's turn), and that version 4 sampled the last 9 tokens. The runs
-cover the whole response. The value `()` means that the versions are unknown, or that no token was sampled.
+For example, `((3, 12), (None, 5), (4, 9))` describes a response of 26 tokens. Version 3 sampled the first 12 tokens.
+The next 5 tokens were not sampled: they are an observation or a user's turn. Version 4 sampled the last 9 tokens.
+
+The runs cover the whole response. The value `()` means that the versions are unknown, or that no token was sampled.
 """
 
 from collections import Counter
@@ -38,17 +39,17 @@ def truncated(runs: Versions, tokens: int) -> Versions:
 
 
 def of_mask(action_mask: np.ndarray, version: int) -> Versions:
-    """Return the runs of a response in which every action token was sampled by `version`."""
+    """Return the runs of a response whose action tokens were all sampled by one version."""
     return concatenated([((version if sampled else None, 1),) for sampled in action_mask.tolist()])
 
 
 def sampling_versions(runs: Versions) -> set[int]:
-    """Return all versions that sampled at least one token of a response."""
+    """Return the set of versions that sampled at least one token of a response."""
     return {version for version, tokens in runs if version is not None and tokens}
 
 
 def tokens_by_version(responses: Iterable[Versions]) -> Counter[int]:
-    """Return a map: version -> number of tokens that the version sampled, summed over `responses`."""
+    """Return a map from each version to the number of tokens that it sampled in all responses together."""
     counts: Counter[int] = Counter()
     for version, tokens in (run for runs in responses for run in runs):
         if version is not None and tokens:

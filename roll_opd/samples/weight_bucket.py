@@ -1,7 +1,7 @@
 """Buckets of named tensors in anonymous shared memory, with fingerprints that a reader verifies.
 
-A bucket is a memfd, which has no name in any file system. The kernel frees the memory when the last process that uses
-the bucket exits, even if SIGKILL ends the process. Readers on the same machine map the bucket through
+A bucket is a memfd, so it has no name in any file system. The kernel frees the memory when the last process that uses
+the bucket exits, even if SIGKILL ends this process. Readers on the same machine map the bucket through
 `/proc/<pid>/fd/<fd>`.
 """
 
@@ -26,7 +26,10 @@ Description = dict[str, Any]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as "bfloat16". Raises ValueError for a dtype that weights cannot have."""
+    """Return the name of a dtype, such as "bfloat16".
+
+    Raises ValueError if weights of this dtype cannot be transferred.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"weights of dtype {name} cannot be transferred; convert them to one of {', '.join(DTYPES)}")
@@ -34,24 +37,31 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def sampled_rows(rows: int) -> list[int]:
-    """Return the numbers of the rows in a fingerprint, in ascending order and without duplicates.
+    """Return the indices of the rows that a fingerprint reads, in ascending order and without duplicates.
 
-    These rows are the first row, the last row, and evenly spaced rows between the two.
+    They are the first row, the last row, and evenly spaced rows between them.
+
+    Args:
+        rows: number of rows of the matrix.
     """
     return sorted({round(i * (rows - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS)})
 
 
 def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
-    """Return the CRC-32 of each of the given `rows` of a tensor [rows, ...]."""
+    """Return the CRC-32 of some rows of a tensor.
+
+    Args:
+        rows: indices of the rows.
+    """
     picked = tensor.detach()[rows].cpu().contiguous()
     return [zlib.crc32(row.reshape(-1).view(torch.uint8).numpy()) for row in picked]
 
 
 def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
-    """Return a map: dtype name -> CRC-32 of each sampled row of the tensor, converted to this dtype.
+    """Return a map from dtype names to the CRC-32 of each sampled row of the tensor.
 
-    The map has entries for the dtype of the tensor and for the dtype of the model. A vector counts as one row. To save
-    time, at most `SAMPLED_ROWS` rows of a matrix are read.
+    The map has an entry for the dtype of the tensor and one for the dtype of the model. For each entry, the rows are
+    converted to its dtype. A vector counts as one row. At most `SAMPLED_ROWS` rows of a matrix are read, to save time.
     """
     rows = tensor.detach().reshape(1, -1) if tensor.ndim == 1 else tensor.detach()
     picked = rows[sampled_rows(rows.shape[0])]
@@ -60,9 +70,9 @@ def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, lis
 
 
 def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, Any]:
-    """Return the description of a tensor for readers, without the offset.
+    """Return the description of a tensor for readers, without its offset.
 
-    Raises ValueError if the shape or dtype of the tensor is not possible for a weight.
+    Raises ValueError if the tensor has a shape or dtype that a weight cannot have.
     """
     if tensor.numel() == 0 or tensor.ndim == 0:
         raise ValueError(
@@ -74,7 +84,7 @@ def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[
 
 
 class BucketMemory:
-    """Memory for successive buckets. It grows to the size of the largest bucket.
+    """Memory that holds one bucket after the other. It grows to the size of the largest bucket.
 
     A reader must have finished with a bucket, or must have copied its content, before the next bucket is written.
     """
@@ -90,11 +100,14 @@ class BucketMemory:
         self._entries, self.size = [], 0
 
     def has_room(self, tensor: torch.Tensor, limit: int) -> bool:
-        """Whether `tensor` fits into the bucket within `limit` bytes; an empty bucket takes any tensor."""
+        """Return whether a tensor fits into the bucket within `limit` bytes.
+
+        Any tensor fits into an empty bucket.
+        """
         return not self._entries or self.size + tensor.nbytes <= limit
 
     def add(self, name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> None:
-        """Copy a tensor (fp32, bf16 or fp16; any device) into the bucket, in one copy."""
+        """Copy a tensor into the bucket. The tensor may be fp32, bf16 or fp16, and on any device."""
         entry = entry_of(name, tensor, model_dtype)
         end = self.size + tensor.nbytes
         if end > self._memory.numel():
@@ -106,7 +119,9 @@ class BucketMemory:
     def fill(self, content: np.ndarray, description: Description) -> None:
         """Copy a bucket of another `BucketMemory` into this memory.
 
-        `content` has the bytes of the other bucket, uint8 [size].
+        Args:
+            content: uint8 [size], the bytes of the other bucket.
+            description: the result of `describe` for the other bucket.
         """
         if len(content) > self._memory.numel():
             self._grow(len(content))
@@ -114,7 +129,7 @@ class BucketMemory:
         self._entries, self.size = description["tensors"], len(content)
 
     def content(self) -> np.ndarray:
-        """Return the bucket's bytes, uint8 [size]: a view that is valid until the next bucket."""
+        """Return the bucket's bytes, as a view uint8 [size]. The view is valid until the next bucket is written."""
         return self._memory.numpy()[: self.size]
 
     def describe(self) -> Description:
@@ -124,7 +139,7 @@ class BucketMemory:
         return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "size": self.size, "tensors": self._entries}
 
     def close(self) -> None:
-        """Release the memory; processes that have mapped it keep their mappings."""
+        """Release the memory. Processes that have mapped it keep their mappings."""
         if self._descriptor >= 0:
             self._memory = torch.empty(0, dtype=torch.uint8)
             os.close(self._descriptor)
@@ -142,11 +157,16 @@ def bucketed(
     model_dtype: torch.dtype,
     limit: int,
 ) -> Iterator[tuple[BucketMemory, bool]]:
-    """Write all named tensors into buckets. Yield each bucket, and whether the bucket is the last one.
+    """Write named tensors into buckets, and yield (bucket, whether it is the last one).
 
-    If there are no tensors, no bucket is yielded. A bucket has at most `limit` bytes; a tensor with more bytes gets a
-    separate bucket. A bucket is written only when the caller requests the next bucket. The buckets use the elements of
-    `memories` in turn. `model_dtype` is the dtype of the models that load the tensors.
+    If there are no tensors, no bucket is yielded. A bucket has at most `limit` bytes, but a tensor with more bytes gets
+    its own bucket. The next bucket is written only when the caller requests it.
+
+    Args:
+        tensors: names and tensors.
+        memories: memories that are used for the buckets in turn.
+        model_dtype: dtype of the models that load the tensors.
+        limit: largest number of bytes of a bucket.
     """
     turns = cycle(memories)
     memory = None
@@ -165,9 +185,9 @@ def bucketed(
 def map_bucket(
     path: str, size: int, tensors: Iterable[dict[str, Any]]
 ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-    """Return a bucket's memory, uint8 [size], and its tensors. The tensors are views that keep the memory alive.
+    """Return (memory, tensors) of a bucket. The tensors are views that keep the memory, uint8 [size], alive.
 
-    The mapping is private, so other processes do not see a write to a tensor. Raises FileNotFoundError or
+    The mapping is private, so other processes do not see writes to a tensor. Raises FileNotFoundError or
     PermissionError if the process that wrote the bucket is on another machine, has ended, or belongs to another user.
     """
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""On-disk cache of a server's answers, so that a resumed run does not score (and pay for) a sequence twice.
+"""On-disk cache of a server's answers, so that a resumed run does not pay for the same sequence twice.
 
-Each teacher of an experiment has one SQLite file. A key is the hash of a request, without the API key. When the file
-exceeds `MAX_BYTES`, the oldest answers are removed.
+Each teacher of an experiment has one SQLite file. The key of an answer is the hash of its request, without the API key.
+When the answers exceed `MAX_BYTES`, the older half of them is removed.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ MAX_BYTES = 2**30
 
 
 class AnswerCache:
-    """A table that maps requests to arrays. If the file cannot be read or written, the cache stays empty."""
+    """A table that maps requests to arrays. If the file cannot be read or written, every request counts as unknown."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file."""
@@ -30,7 +30,7 @@ class AnswerCache:
             self._table.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, value BLOB)")
 
     def read(self, key: bytes) -> dict[str, np.ndarray] | None:
-        """Return the arrays of a request; None if the request is unknown."""
+        """Return the arrays stored for a request, or None if the request is unknown."""
         try:
             row = self._table.execute("SELECT value FROM answers WHERE key = ?", (key,)).fetchone()
             return dict(np.load(io.BytesIO(row[0]), allow_pickle=False)) if row else None
@@ -38,7 +38,7 @@ class AnswerCache:
             return None
 
     def write(self, answers: Mapping[bytes, Mapping[str, np.ndarray]]) -> None:
-        """Store the arrays of requests; if the cache is full, remove its oldest entries."""
+        """Store the arrays of requests. If the cache is then too large, remove the older half of its entries."""
         rows = []
         for key, arrays in answers.items():
             file = io.BytesIO()
@@ -54,12 +54,19 @@ class AnswerCache:
             self._table.execute("COMMIT")
 
     def close(self) -> None:
-        """Close the file; further calls do nothing."""
+        """Close the file. Further calls do nothing."""
         self._table.close()
 
 
 def request_key(server: str, model: str, tokens: np.ndarray, settings: Mapping[str, Any]) -> bytes:
-    """Return the hash of a request's protocol, model, token ids and settings (JSON values or arrays)."""
+    """Return the hash of a request.
+
+    Args:
+        server: the protocol of the server.
+        model: name of the model on the server.
+        tokens: token ids of the sequence.
+        settings: further settings of the request, as JSON values or arrays.
+    """
     found = hashlib.blake2b(digest_size=16)
     plain = {name: value for name, value in settings.items() if not isinstance(value, np.ndarray)}
     found.update(json.dumps([server, model, plain], sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Checks, in the preflight and in every step, that a teacher with another tokenizer scores enough of a run's text."""
+"""Check that a teacher with another tokenizer scores enough of a run's text, in the preflight and in every step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,14 +13,21 @@ ENOUGH = 1000  # the fraction is checked from this number of action tokens on
 
 
 class Coverage:
-    """Counts the action tokens with and without log-probs over a run, for each teacher with another tokenizer."""
+    """Counts the action tokens with and without a log-prob, for each teacher with another tokenizer.
+
+    The counts are over the whole run.
+    """
 
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()
         self._uncovered: Counter[str] = Counter()
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Count samples. Raises RunError if more than `MAX_UNCOVERED` of a teacher's action tokens have no log-prob."""
+        """Add samples to the counts.
+
+        Raises RunError if too many action tokens have no log-prob of a teacher: more than the fraction `MAX_UNCOVERED`,
+        out of at least `ENOUGH` action tokens.
+        """
         for sample in samples:
             for name, alignment in sample.alignments.items():
                 self._tokens[name] += sample.action_tokens
@@ -32,7 +39,7 @@ class Coverage:
 
 
 def coverage_checks(samples: Sequence[Sample], teacher: str) -> list[Check]:
-    """Return the preflight's rows for a teacher with another tokenizer."""
+    """Return the rows of the preflight's table for a teacher with another tokenizer."""
     cut = cut_of(samples, teacher)
     return [
         Check(

@@ -1,10 +1,8 @@
-"""Checks of a teacher file before the first update: its teacher, and its log-probs compared with the student's.
+"""Checks of a teacher file before the first update.
 
 `data.teacher_scores` checks each row when the files are opened. The checks here find faults that a single row does not
-show: answers of another model, log-probs that are shifted by a token, or a teacher that is not the teacher of the
-student's fine-tuning.
-
-Legend: N tokens of all answers.
+show. For example, the answers may be from another model, the log-probs may be shifted by one token, or the student may
+have been fine-tuned on answers of another teacher.
 """
 
 from collections import Counter
@@ -27,9 +25,11 @@ COVERED = 0.5  # smallest mean probability of a top-k
 def file_checks(
     rows: Sequence[Prompt], student_logprobs: Sequence[np.ndarray], source: FilePlan, objective: ObjectivePlan
 ) -> list[Check]:
-    """Return the rows of the preflight's table.
+    """Return the rows of the preflight's table for a teacher file.
 
-    `student_logprobs` has an array f32 [T-P] for the answer of each row.
+    Args:
+        rows: the first rows of the file.
+        student_logprobs: f32 [T-P] for the answer of each row.
     """
     found = [_origin(rows), _consistency(rows, source, objective)]
     scored = [(row.scores.logprobs, own) for row, own in zip(rows, student_logprobs, strict=True) if row.scores]
@@ -68,7 +68,7 @@ def _origin(rows: Sequence[Prompt]) -> Check:
 
 
 def _consistency(rows: Sequence[Prompt], source: FilePlan, objective: ObjectivePlan) -> Check:
-    """Check that the student was fine-tuned on answers of the teacher of the file (arXiv 2604.13010)."""
+    """Check that the student was fine-tuned on answers of the file's teacher (arXiv 2604.13010)."""
     name = "teacher consistency"
     if objective.opd_objective == "topk":
         return Check(
@@ -97,7 +97,11 @@ def _consistency(rows: Sequence[Prompt], source: FilePlan, objective: ObjectiveP
 
 
 def _alignment(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Check:
-    """Correlate the teacher's log-probs with the student's log-probs, without a shift and with shifts by one token."""
+    """Check that the file's log-probs are not shifted by a token.
+
+    The teacher's log-probs are correlated with the student's, without a shift and with a shift by one token in each
+    direction.
+    """
     by_shift = {shift: _correlation(pairs, shift) for shift in SHIFTS}
     value = ", ".join(f"{shift:+d}: {found:.2f}" for shift, found in by_shift.items())
     best = max(by_shift, key=lambda shift: by_shift[shift])
@@ -116,7 +120,7 @@ def _alignment(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Check:
 def _correlation(pairs: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) -> float:
     """Return the correlation of the teacher's log-prob of token t with the student's log-prob of token t + shift.
 
-    For every shift, the same tokens t are used: the tokens for which token t + shift exists at all shifts.
+    All shifts use the same tokens t, so the first and the last token of an answer are left out.
     """
     cut = [(teacher[1:-1], own[1 + shift : len(own) - 1 + shift]) for teacher, own in pairs if len(own) > 2]
     if not cut:

@@ -1,7 +1,7 @@
-"""Make samples from teacher files: given answers, the teacher's log-probs, and the teacher's top-k as loss targets.
+"""Make samples from teacher files: given answers with the teacher's log-probs, and its top-k as targets of the loss.
 
-A file has scores only for its own answers, so it is not used as a `TeacherScorer`. Instead, the pipeline
-`offline_distill` draws the rows of the file.
+A file has scores only for its own answers, so it cannot be a `TeacherScorer`. Instead, the pipeline `offline_distill`
+draws the rows of the file.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def scored_samples(rows: Sequence[Prompt], teacher: str) -> list[Sample]:
 def with_topk(
     samples: Sequence[Sample], rows: Sequence[Prompt], teacher: str, objective: ObjectivePlan
 ) -> list[Sample]:
-    """Return the samples with references to the top-k of `teacher`.
+    """Return the samples with references to the teacher's top-k.
 
     With `opd_objective: sampled`, the samples are returned unchanged.
     """

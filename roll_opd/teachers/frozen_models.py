@@ -20,40 +20,46 @@ from roll_opd.teachers.views import TeacherView
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher: its plan, its scorer, and its view of samples."""
+    """A teacher: its plan, its scorer, and its view of the samples."""
 
     plan: TeacherPlan
     scorer: TeacherScorer
     view: TeacherView
 
     def scores(self, sample: Sample) -> bool:
-        """Whether the teacher has the sample's tag, and a workflow has not already set the teacher's log-probs."""
+        """Whether the teacher scores a sample.
+
+        It does so if it accepts the sample's tag and a workflow has not already set its log-probs.
+        """
         return self.plan.accepts(sample.tag) and self.plan.name not in sample.teacher_logprobs
 
     async def score(
         self, samples: Sequence[Sample], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
-        """Return an answer for each sample, over the student's response tokens. Raises as `TeacherScorer.score`."""
+        """Return an answer for each sample, mapped to the student's response tokens.
+
+        Raises the errors of `TeacherScorer.score`.
+        """
         sequences = [self.view.reads(sample) for sample in samples]
         answers = await self.scorer.score(sequences, temperature, self.view.wants(wanted))
         return [self.view.back(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
 
 
 class TopkSource(Protocol):
-    """A model whose most likely tokens are scored by the teachers. The student implements this protocol."""
+    """A model that chooses the tokens which the teachers score. The student implements this protocol."""
 
     async def topk_ids(
         self, samples: Sequence[Sample], temperature: float, objective: ObjectivePlan, /
     ) -> list[TargetRef]:
-        """Return references to the most likely next tokens at every response token."""
+        """Return references to the model's most likely tokens at each response token."""
 
 
 @dataclass(frozen=True)
 class FrozenModels:
     """The teachers of a run and its reference policy.
 
-    If `targets_for` has an objective, teachers also compute the targets of that objective. If `student` is set, the
-    targets are log-probs of the student's most likely tokens.
+    If `targets_for` is set, the teachers also compute the targets of this objective. If `student` is set too, the
+    targets are the teachers' log-probs of the student's most likely tokens.
     """
 
     teachers: Sequence[Teacher] = ()
@@ -64,9 +70,10 @@ class FrozenModels:
     coverage: Coverage = field(default_factory=Coverage, compare=False)
 
     def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return counts of requests and tokens sent to servers, and the fraction of tokens that each teacher scored.
+        """Return the metrics of a step's scoring.
 
-        The fraction is left out for a Megatron teacher without tags, which scores all tokens.
+        The metrics are the requests and tokens sent to servers, and the fraction of tokens that each teacher scored.
+        The fraction is left out for a Megatron teacher without tags, because such a teacher scores all tokens.
         """
         partial = [one.plan.name for one in self.teachers if one.plan.tags is not None or one.plan.role is None]
         metrics = self.shares.metrics(samples, partial) if partial else {}
@@ -75,15 +82,15 @@ class FrozenModels:
         return metrics
 
     def lacks(self, sample: Sample) -> bool:
-        """Whether a sample lacks the log-probs of the reference policy or of a teacher."""
+        """Whether a sample still needs log-probs of the reference policy or of a teacher."""
         reads = self.reference is not None and sample.ref_logprobs is None
         return reads or any(teacher.scores(sample) for teacher in self.teachers)
 
     async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
-        """Return the samples with the log-probs and targets of all models; the models compute concurrently.
+        """Return the samples with the log-probs and targets of all models. The models compute them concurrently.
 
-        Raises RunError if there are teachers but no teacher has the tag of a sample, or if a teacher with another
-        tokenizer can score too few tokens of the run.
+        Raises RunError if the run has teachers but none of them accepts the tag of a sample. Also raises RunError if a
+        teacher with another tokenizer can score too few tokens of the run.
         """
         ids = None
         if self.student and self.targets_for:
@@ -112,7 +119,7 @@ class FrozenModels:
     async def _answers(
         self, teacher: Teacher, samples: Sequence[Sample], temperature: float, ids: Sequence[TargetRef] | None
     ) -> dict[int, TeacherAnswer]:
-        """Return a map: number of a sample -> the teacher's answer."""
+        """Return a map from the index of a sample to the teacher's answer."""
         numbers = [number for number, sample in enumerate(samples) if teacher.scores(sample)]
         if not numbers:
             return {}
@@ -129,7 +136,9 @@ class FrozenModels:
 def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wanted:
     """Return the targets that an objective needs.
 
-    `ids` has the student's most likely tokens; it is empty if the objective does not use these tokens.
+    Args:
+        objective: the objective. If None, only log-probs are needed.
+        ids: references to the student's most likely tokens. It is empty if the objective does not use these tokens.
     """
     if objective is None:
         return LOGPROBS
@@ -141,7 +150,7 @@ def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wan
 def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None:
     """Check that all teachers can compute the targets of an objective.
 
-    Raises RunError with the name of the first teacher that cannot compute these targets.
+    Raises RunError for the first teacher that cannot compute them.
     """
     if objective.opd_objective == "sampled":
         return
@@ -158,7 +167,10 @@ def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None
 
 
 def _with_answers(sample: Sample, answers: Mapping[str, TeacherAnswer], names: Sequence[str]) -> Sample:
-    """Return the sample with the teachers' answers added in the order of `names`, so that sums are reproducible."""
+    """Return the sample with the answers of its teachers.
+
+    The answers are added in the order of `names`, so that sums over the teachers are reproducible.
+    """
     columns = {**sample.columns, **{logprobs_column(name): answer.logprobs for name, answer in answers.items()}}
     for column in [logprobs_column(name) for name in names]:
         if column in columns:

@@ -1,8 +1,8 @@
 """Test requests to a teacher's server at the start of a run.
 
-The requests check the server's model, context length, tokenizer and top-k, and whether all replicas return the same
-log-probs. If a check fails, the run ends with an error that gives the reason. A property that a server does not report
-is not checked. In this case, a log line states that the property is not checked.
+The requests check the server's model, context length, tokenizer and top-k. They also check that all replicas return the
+same log-probs. If a check fails, the run ends with an error that gives the reason. If a server does not report a
+property, a warning is logged instead of the check.
 """
 
 import asyncio
@@ -23,7 +23,8 @@ from roll_opd.teachers.scorer import Target
 
 START_SECONDS = 900.0  # time in which a server must start to answer
 REPEATS = 4  # how many times one sequence is scored at each address
-# nats per token; if two scorings of a sequence differ by more on average, model or precision differ
+# nats per token; if two scorings of one sequence differ by more than this on average, they are from different weights
+# or precisions
 AGREEMENT = 0.05
 WORDS = (
     *("", "a", " the", "Hello", "naïve", "東京", "🙂👍🏽", "e\u0301", "x=1;", "\n\n", "\t", "  ", "1234567", "<tag>"),
@@ -34,7 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 def probe_strings() -> list[str]:
-    """Return 240 texts that tokenizers split differently: scripts, digits, spaces, emoji, combining marks, code."""
+    """Return 240 texts that tokenizers split differently.
+
+    The texts mix scripts, digits, white space, emoji, combining marks and code.
+    """
     return ["".join(pair) for pair in itertools.permutations(WORDS, 2)]
 
 
@@ -43,8 +47,9 @@ async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | Non
 
     Args:
         tokenizer: directory of the teacher's tokenizer.
-        target: the kind of targets that the objective needs.
-        longest: length of the longest sequence to score, in tokens.
+        target: kind of the targets that the objective needs.
+        topk: number of tokens per position in the targets.
+        longest: number of tokens of the longest sequence to score.
     """
     if scorer.protocol.listing:
         await _find_model(scorer, longest)
@@ -62,9 +67,9 @@ async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | Non
 
 
 async def _find_model(scorer: HttpScorer, longest: int) -> None:
-    """Check that each server lists the scorer's model, and check the context length of the model.
+    """Check that each server lists the scorer's model, and that the model's context is long enough.
 
-    If the scorer has no model yet and the server lists only one model, the scorer gets this model.
+    If no model is configured and the server lists only one model, the scorer uses this model.
     """
     for url in scorer.plan.url:
         listed = _by_name(await _answer(scorer, _endpoint(scorer, url, scorer.protocol.listing, "GET"), None))
@@ -86,7 +91,7 @@ async def _find_model(scorer: HttpScorer, longest: int) -> None:
 
 
 def _by_name(answer: Any) -> dict[str, int | None] | None:
-    """Return a map: listed model -> context length; None if the server lists no models."""
+    """Return a map from each listed model to its context length, or None if the server lists no models."""
     try:
         return {str(model["id"]): model.get("max_model_len") for model in answer["data"]} or None
     except (KeyError, TypeError, AttributeError):
@@ -94,7 +99,10 @@ def _by_name(answer: Any) -> dict[str, int | None] | None:
 
 
 async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
-    """If the server can tokenize, compare its token ids of the probe strings with the ids from the tokenizer files."""
+    """Compare the server's token ids of the probe strings with the token ids of the tokenizer files.
+
+    Nothing is checked if the server has no endpoint that tokenizes. Raises RunError if the token ids differ.
+    """
     probes = probe_strings()
     expected = token_ids(load_tokenizer(str(tokenizer)), probes, [False] * len(probes))
     for url in scorer.plan.url:
@@ -120,7 +128,7 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
 
 
 async def _check_repeats(scorer: HttpScorer, question: Question) -> None:
-    """Score one sequence several times at each address. Raises RunError if the log-probs differ."""
+    """Score one sequence several times at each address. Raises RunError if the log-probs differ too much."""
     scorings = [scorer.ask(question, replica) for replica in range(len(scorer.plan.url)) for _ in range(REPEATS)]
     replies = np.stack([reply.logprobs for reply in await asyncio.gather(*scorings)]).astype(np.float64)
     worst = float(np.abs(replies - np.median(replies, 0)).mean(1).max())
@@ -133,13 +141,13 @@ async def _check_repeats(scorer: HttpScorer, question: Question) -> None:
 
 
 def _endpoint(scorer: HttpScorer, url: str, path: str, method: Literal["POST", "GET"]) -> Endpoint:
-    """Return a client for a path; its requests fail after `START_SECONDS`."""
+    """Return a client for a path of a server. Its requests fail after at most `START_SECONDS`."""
     given = scorer.plan.retry_seconds
     return scorer.endpoint(url, path, method, START_SECONDS if given is None else min(START_SECONDS, given))
 
 
 async def _answer(scorer: HttpScorer, endpoint: Endpoint, body: Any) -> Any:
-    """Return an answer's JSON; None if the server does not have the path.
+    """Return the server's answer as JSON, or None if the server does not have the path.
 
     Raises RunError if the server does not answer.
     """

@@ -1,7 +1,7 @@
 """Protocols of servers that return log-probs of given tokens: how to build a request's body and read an answer.
 
-All log-probs are at temperature 1. An answer must match its request in the model, the number of tokens, and the tokens
-themselves if the server returns them. Log-probs must be finite and at most 0.
+All log-probs are at temperature 1. An answer must match its request: it must be from the same model and have the same
+number of tokens. If the server returns the tokens, they must be the same too. Log-probs must be finite and at most 0.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
 """
@@ -27,7 +27,7 @@ class BadAnswer(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """A sequence whose log-probs are requested, and the targets for each response token."""
+    """A sequence whose log-probs are requested, and the requested targets of each response token."""
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int
@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The values of an answer."""
+    """The values that were read from an answer."""
 
     logprobs: np.ndarray  # f32 [T-P]
     topk_ids: np.ndarray | None = None  # int32 [T-P, K], token ids of the top-k, or the requested `ids`
@@ -49,7 +49,7 @@ class Reply:
 
 
 class HttpProtocol(Protocol):
-    """How a server scores tokens."""
+    """How requests for log-probs are written for a server, and how its answers are read."""
 
     path: str  # path of requests, below the server's address
     listing: str  # path at which models are listed; empty: the server has no such list
@@ -65,7 +65,7 @@ class HttpProtocol(Protocol):
 class VllmCompletions:
     """vLLM's /v1/completions with `prompt_logprobs`.
 
-    For log-probs of given ids, vLLM must return the whole vocabulary, so the server needs `--max-logprobs -1`.
+    For log-probs of given ids, the whole vocabulary must be requested, so the server needs `--max-logprobs -1`.
     """
 
     path, listing = "/v1/completions", "/v1/models"
@@ -83,8 +83,8 @@ class VllmCompletions:
 class VllmTokens:
     """vLLM's /inference/v1/generate with `prompt_logprob_token_ids`.
 
-    Log-probs are returned as one array [T-P, 1+K]: column 0 is for the sequence's tokens, the other columns are for the
-    given ids.
+    The server returns the log-probs as one array [T-P, 1+K]. Column 0 is for the tokens of the sequence, and the other
+    columns are for the given ids.
     """
 
     path, listing = "/inference/v1/generate", "/v1/models"
@@ -123,9 +123,9 @@ class VllmTokens:
 class Sglang:
     """SGLang's /generate with `return_logprob`.
 
-    If each token has its own list of given ids, the request has the union of these lists. The request's temperature
-    applies to generated tokens and not to log-probs of given tokens. In the answer, `input_token_logprobs` has the id 0
-    in place of the last id of the model's vocabulary.
+    If the tokens have different lists of given ids, the request has the union of these lists. The temperature in a
+    request applies to generated tokens and not to log-probs of given tokens. In the answer, `input_token_logprobs` has
+    the id 0 instead of the last id of the model's vocabulary.
     """
 
     path, listing = "/generate", "/v1/models"
@@ -167,10 +167,10 @@ class Sglang:
 
 
 class OpenaiEcho:
-    """Completions with `echo` (Together, Fireworks): log-probs of the sequence's tokens.
+    """Completions with `echo` (Together, Fireworks). They return the log-probs of the sequence's tokens.
 
-    A top-k in an answer has the texts of tokens instead of their ids. Several ids can have the same text, so targets
-    are not supported.
+    In a top-k, these servers return texts of tokens instead of ids. Several ids can have the same text, so targets are
+    not supported.
     """
 
     path, listing = "/v1/completions", "/v1/models"
@@ -198,10 +198,10 @@ class OpenaiEcho:
 
 
 class Tinker:
-    """Requests of the package `tinker`: arguments and arrays of its SamplingClient (version 0.38.0).
+    """Requests of the package `tinker`, version 0.38.0: the arguments and arrays of its SamplingClient.
 
-    Only the response is scored (`prompt_logprobs_last_n`), so that the service can take the prompt from its cache.
-    Before the response, the entries of `prompt_logprobs` and the rows of the top-k are NaN or fill values.
+    Only the response is scored (`prompt_logprobs_last_n`), so that the service can take the prompt from its cache. In
+    `prompt_logprobs` and in the top-k, the entries before the response are NaN or fill values.
     """
 
     path, listing = "", ""
@@ -251,8 +251,7 @@ def _field(answer: Any, *path: str | int) -> Any:
 def _last_rows(rows: Any, question: Question) -> list[Any]:
     """Return the rows of the response tokens.
 
-    The last of `rows` belongs to the last token of the sequence. The first of `rows` may belong to a token of the
-    prompt.
+    The last row belongs to the last token of the sequence. The first row may belong to a token of the prompt.
     """
     length, total = len(question.response), len(question.tokens)
     if not isinstance(rows, list) or not length <= len(rows) <= total:
@@ -264,7 +263,7 @@ def _last_rows(rows: Any, question: Question) -> list[Any]:
 def _tail(answer: Any, name: str, question: Question) -> np.ndarray:
     """Return the rows of the response tokens from an array of the answer.
 
-    The array has a row for each token of the sequence, or for each token except the first token.
+    The array has a row for each token of the sequence, or for each token except the first one.
     """
     array, total = np.asarray(_field(answer, name)), len(question.tokens)
     if not array.ndim or not total - 1 <= len(array) <= total:
@@ -273,7 +272,10 @@ def _tail(answer: Any, name: str, question: Question) -> np.ndarray:
 
 
 def _from_rows(question: Question, rows: Sequence[Any]) -> Reply:
-    """Return the values of vLLM's `prompt_logprobs`, which has a map {id: {logprob, rank}} for each token."""
+    """Return the values of vLLM's `prompt_logprobs`.
+
+    For each token, `prompt_logprobs` has a map {id: {logprob, rank}}.
+    """
     try:
         found = [{int(key): (item["logprob"], item.get("rank")) for key, item in row.items()} for row in rows]
         own = [row[int(token)][0] for row, token in zip(found, question.response, strict=True)]
@@ -294,7 +296,7 @@ def _from_rows(question: Question, rows: Sequence[Any]) -> Reply:
 
 
 def _triples(rows: Any) -> tuple[list[Any], list[int]]:
-    """Return log-probs and ids of SGLang's [log-prob, id, text] entries."""
+    """Return (log-probs, ids) from SGLang's entries [log-prob, id, text]."""
     try:
         return [row[0] for row in rows], [int(row[1]) for row in rows]
     except (TypeError, ValueError, IndexError) as error:

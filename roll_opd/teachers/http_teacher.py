@@ -1,9 +1,9 @@
-"""Teachers that are reached over HTTP: `HttpScorer` requests log-probs of token ids, one request for each sequence.
+"""Teachers behind an HTTP server: `HttpScorer` requests log-probs of token ids, with one request for each sequence.
 
-After a failure or a timeout, a request is repeated until the server answers, or until the time `http.retry_seconds` has
-passed if this key is set. Meanwhile the run waits, and a warning is logged each minute. If an answer contradicts its
-request, the request is repeated; after `BAD_ANSWERS` such answers the run ends. Therefore an update never uses a
-missing or wrong log-prob.
+If a request fails or times out, it is repeated until the server answers. If `http.retry_seconds` is set, the run ends
+after this time without an answer. Meanwhile the run waits, and a warning is logged each minute. If an answer
+contradicts its request, the request is also repeated; after `BAD_ANSWERS` such answers, the run ends. Therefore an
+update never uses a missing or wrong log-prob.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k.
 """
@@ -47,7 +47,7 @@ class Bill:
     failures: Counter[str] = field(default_factory=Counter)
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Return `opd/teacher/NAME/*`."""
+        """Return the metrics `opd/teacher/NAME/*`."""
         return {
             f"opd/teacher/{name}/requests": float(self.requests),
             f"opd/teacher/{name}/tokens_sent": float(self.tokens_sent),
@@ -62,10 +62,13 @@ class HttpScorer:
     is_exact = False  # a server's load determines its batches, which determine the rounding
 
     def __init__(self, name: str, plan: HttpPlan, vocab_size: int, cache: AnswerCache | None = None) -> None:
-        """Read the API key from the environment. Raises RunError if the environment variable is not set.
+        """Create the scorer and its clients. The API key is read from the environment.
+
+        Raises RunError if the environment variable of the API key is not set.
 
         Args:
             name: the teacher's name.
+            plan: settings of the servers.
             vocab_size: number of token ids that the teacher has.
             cache: on-disk cache of answers, used after a resume.
         """
@@ -84,7 +87,12 @@ class HttpScorer:
     ) -> Endpoint:
         """Return the client for a path on a server.
 
-        If `retry_seconds` is None, the time limit for retries is taken from the plan.
+        Args:
+            url: address of the server.
+            path: path on the server.
+            method: HTTP method of the requests.
+            retry_seconds: time limit for retries. If None, it is taken from the plan, and it is at most
+                `REPLICA_SECONDS` if there are several servers.
         """
         key, (limits, gives_up) = self._api_key(), self._limits(retry_seconds)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -97,7 +105,7 @@ class HttpScorer:
         return TinkerEndpoint(url, self.model, self._api_key(), limits, ADVICE, gives_up=gives_up)
 
     def _limits(self, retry_seconds: float | None) -> tuple[RequestLimits, bool]:
-        """Return the limits of requests, and whether retries have a time limit."""
+        """Return (limits of requests, whether retries have a time limit)."""
         plan = self.plan
         given = [plan.retry_seconds, REPLICA_SECONDS if len(plan.url) > 1 else None]
         limit = min((one for one in given if one is not None), default=None) if retry_seconds is None else retry_seconds
@@ -119,7 +127,8 @@ class HttpScorer:
     async def ask(self, question: Question, replica: int | None = None) -> Reply:
         """Return a server's answer to one question.
 
-        `replica` is the number of the address to use. If `replica` is None, the least busy address is used.
+        Args:
+            replica: index of the address to use. If None, the least busy address is used.
         """
         if not len(question.response):
             return _empty(question)
@@ -160,12 +169,12 @@ class HttpScorer:
         return bill.metrics(self.name)
 
     def end(self) -> None:
-        """Close the cache. Connections close together with the event loop."""
+        """Close the cache. The connections close when the event loop closes."""
         if self._cache:
             self._cache.close()
 
     async def _all_answers(self, questions: Sequence[Question]) -> list[Reply]:
-        """Return the answers, from the cache or the server; if one request fails, cancel the others."""
+        """Return the answers, from the cache or from the server. If one request fails, the others are cancelled."""
         keys = [self._key(question) for question in questions]
         found = {n: reply for n, key in enumerate(keys) if (reply := self._cached(key))}
         self.bill.cached_tokens += sum(len(questions[n].tokens) for n in found)
@@ -187,7 +196,7 @@ class HttpScorer:
         return reply
 
     async def _watched(self, requests: int) -> None:
-        """Log a warning for each minute without an answer."""
+        """Log a warning for each minute in which no request was answered."""
         while requests:
             await asyncio.sleep(STALLED)
             silent = time.monotonic() - self._answered
@@ -212,7 +221,7 @@ class HttpScorer:
         return min(range(len(self._busy)), key=lambda n: (self._endpoints[n].is_failing, self._busy[n]))
 
     def _of_model(self, answer: Any) -> Any:
-        """Return `answer`. Raises BadAnswer if the answer is from another model than the requested model."""
+        """Return `answer`. Raises BadAnswer if the answer names another model than the request."""
         named = answer.get("model") if isinstance(answer, dict) else None
         if self.model and isinstance(named, str) and named != self.model:
             raise BadAnswer(f"the answer is from model {named!r}, not {self.model!r}")
@@ -247,13 +256,16 @@ class HttpScorer:
 
 
 def _joined(url: str, path: str) -> str:
-    """Return the URL of `path` at `url`; `url` may already end with the first part of `path`, as in http://host/v1."""
+    """Return the URL of a path on a server.
+
+    `url` may already end with the first part of `path`, as in http://host/v1.
+    """
     first = "/" + path.split("/")[1]
     return url + path.removeprefix(first) if url.endswith(first) else url + path
 
 
 def _given_ids(wanted: Wanted) -> list[np.ndarray]:
-    """Return the arrays of `wanted.ids`."""
+    """Return the arrays to which `wanted.ids` refers."""
     if not wanted.ids:
         return []
     held = opened([{"ids": one} for one in wanted.ids], [range(len(wanted.ids))])
@@ -261,7 +273,7 @@ def _given_ids(wanted: Wanted) -> list[np.ndarray]:
 
 
 def _as_answer(question: Question, reply: Reply, wanted: Wanted) -> TeacherAnswer:
-    """Return log-probs, and targets in the form that `wanted` requests."""
+    """Return the log-probs and targets of a reply, in the form that `wanted` requests."""
     if reply.topk_ids is None or reply.topk_logprobs is None:
         return TeacherAnswer(reply.logprobs)
     if wanted.vocab_size and reply.topk_ids.size and int(reply.topk_ids.max()) >= wanted.vocab_size:
@@ -283,14 +295,18 @@ def _as_answer(question: Question, reply: Reply, wanted: Wanted) -> TeacherAnswe
 
 
 def rest_logprobs(topk_logprobs: np.ndarray) -> np.ndarray:
-    """Return the log-prob of the tail (all other tokens), f32 [N], from the log-probs [N, K] of K distinct tokens."""
+    """Return the log-prob of all tokens outside the top-k together, f32 [N].
+
+    Args:
+        topk_logprobs: f32 [N, K], log-probs of K distinct tokens.
+    """
     inside = np.exp(topk_logprobs.astype(np.float64)).sum(-1)
     smallest = np.finfo(np.float32).eps  # rounding can make the sum slightly larger than 1
     return np.log(np.maximum(1 - inside, smallest)).astype(np.float32)
 
 
 def _empty(question: Question) -> Reply:
-    """Return the answer for a sequence without response tokens."""
+    """Return the reply for a sequence without response tokens."""
     width = question.topk if question.ids is None else question.ids.shape[1]
     none = np.zeros((0, width), np.float32)
     return Reply(none[:, 0] if width else np.zeros(0, np.float32), none.astype(np.int32), none)

@@ -29,7 +29,7 @@ class MegatronScorer:
     async def score(
         self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
-        """Implement `TeacherScorer.score` with one forward pass over all sequences."""
+        """Implement `TeacherScorer.score` with a forward pass over all sequences."""
         self._check_tokens(sequences)
         samples = [Sample(tokens, prompt_length) for tokens, prompt_length in sequences]
         if wanted.target is None:
@@ -45,11 +45,11 @@ class MegatronScorer:
         return [TeacherAnswer(*one) for one in kept]
 
     async def output_head(self) -> list[Reference]:
-        """Return a reference to the output embedding of all token ids."""
+        """Return references to the output embedding of all token ids."""
         return next(head for head in await self.group.call("output_head") if head)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return no metrics; the time of the ranks is measured by the run's clock."""
+        """Return no metrics. The run's clock measures the time of the ranks."""
         return {}
 
     def end(self) -> None:
@@ -74,19 +74,19 @@ class MegatronScorer:
 
 @dataclass(frozen=True)
 class Follower:
-    """The processes of a teacher that is an EMA or a copy of the student (`follows_student`)."""
+    """The processes of a teacher that follows the student: an EMA or a copy of the student (`follows_student`)."""
 
     plan: FollowingPlan
     group: WorkerGroup
 
     def is_due(self, step: int) -> bool:
-        """Whether the teacher is updated from the student's weights after `step`."""
+        """Whether the teacher is updated from the student's weights after this step."""
         return step % self.plan.update_interval == 0
 
     async def save(self, directory: Path) -> Writing:
         """Write the weights to `directory`/NAME.
 
-        Nothing is written for a live follower, because it has the student's weights.
+        For a live follower, nothing is written, because its weights are the student's.
         """
         if self.plan.is_live:
             return Writing([])
@@ -96,7 +96,7 @@ class Follower:
     async def load(self, directory: Path) -> None:
         """Restore the weights that `save` wrote.
 
-        Nothing is restored for a live follower, because the weight sync sends it the student's weights.
+        For a live follower, nothing is restored, because the weight sync sends it the student's weights.
         """
         if not self.plan.is_live:
             await self.group.call("load", directory / self.plan.name)

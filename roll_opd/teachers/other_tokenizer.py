@@ -1,16 +1,17 @@
-"""The view of a teacher with another tokenizer: the student's response in the teacher's tokens, aligned by bytes.
+"""The view of a teacher with another tokenizer: the teacher scores the same response in its own tokens.
 
-The teacher reads its own prompt, rendered by its own template, and the bytes of the response in its own tokens. The
-student's own tokens never change. Rules for the response:
+The teacher reads its own prompt, rendered with its own template. The student's tokens never change. Log-probs are
+mapped to them by the bytes of the response. The response is converted to the teacher's tokens by these rules:
 
-- Ordinary tokens, and added tokens that are not special (tags around thoughts and tool calls), are converted to bytes.
-  The teacher's tokenizer encodes each unbroken run of such tokens.
+- Ordinary tokens are converted to bytes. So are added tokens that are not special, such as tags around thoughts and
+  tool calls. The teacher's tokenizer encodes each unbroken run of such tokens.
 - A token that ends a turn becomes the teacher's token that ends a turn. Any other special token becomes the teacher's
   special token of the same text. If the teacher has no such token, the student's token has no credit.
-- Observed tokens have no credit. If the observed tokens form a turn in the student's template, the teacher reads the
-  same content as a turn in its own template. Otherwise the teacher reads the bytes of the observed tokens.
+- Observed tokens have no credit. If they form a turn in the student's template, the teacher reads the same content as a
+  turn in its own template. Otherwise, the teacher reads their bytes.
 
-Legend: T-P student tokens and U teacher tokens of a response.
+Legend: T-P student tokens and U teacher tokens of a response, S scored teacher tokens (see `samples.alignment`), V
+token ids of the student.
 """
 
 from collections.abc import Mapping
@@ -47,10 +48,10 @@ class OtherTokenizer:
     )
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return the teacher's prompt followed by the response in the teacher's tokens, and the prompt's length.
+        """Return (tokens, prompt length) of the sequence that the teacher scores.
 
-        Raises RunError if the sample has no prompt for this teacher, because the student's prompt has other tokens.
-        Also raises RunError if the sequence is too long for the teacher's model.
+        The sequence is the teacher's prompt, followed by the response in the teacher's tokens. Raises RunError if the
+        sample has no prompt for this teacher, or if the sequence is too long for the teacher's model.
         """
         prompt = sample.teacher_prompts.get(self.teacher)
         if prompt is None:
@@ -75,11 +76,13 @@ class OtherTokenizer:
         return replace(wanted, topk=self.prefixes.topk, fetched=True) if self.prefixes else wanted
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return the answer's log-probs mapped to the student's tokens, with the alignment.
+        """Return the answer's log-probs mapped to the student's tokens, together with the alignment.
 
-        `PrefixLogprobs` computes log-probs of single student tokens. If `prefixes` is None, or if a log-prob is not
-        finite, `Alignment.on_student_tokens` computes the log-probs from chunks instead. Raises RunError if the number
-        of log-probs is not the number of teacher tokens, or if the answer has targets that were not requested.
+        `PrefixLogprobs` computes a log-prob for each student token. If `prefixes` is None, or if a log-prob of the
+        answer is not finite, `Alignment.on_student_tokens` computes the log-probs from chunks instead.
+
+        Raises RunError if the number of log-probs is not the number of teacher tokens, or if the answer has targets
+        that were not requested.
         """
         tokens, alignment = self.aligned(sample)
         if answer.logprobs.shape != tokens.shape:
@@ -99,7 +102,7 @@ class OtherTokenizer:
         return TeacherAnswer(found, alignment=replace(alignment, by_token=True))
 
     def aligned(self, sample: Sample) -> tuple[np.ndarray, Alignment]:
-        """Return the teacher's tokens of a response, int64 [U - missing], and their alignment."""
+        """Return (tokens, alignment): the scored teacher tokens of a response, int64 [S], and the alignment."""
         key = (sample.response_tokens.tobytes(), np.packbits(sample.action_mask).tobytes())
         if key not in self._kept:
             while len(self._kept) >= KEPT:
@@ -116,7 +119,11 @@ class OtherTokenizer:
 
     @cached_property
     def _special(self) -> dict[int, int]:
-        """Map: special token of the student -> token of the teacher that has the same text or also ends a turn."""
+        """Map from special tokens of the student to tokens of the teacher.
+
+        A token that ends a turn is mapped to the teacher's token that ends a turn. Any other special token is mapped to
+        the teacher's special token of the same text, if there is one.
+        """
         texts = {number: text for text, number in self.student.added.items() if number in self.student.special}
         known, special = self.encoder.table.added, self.encoder.table.special
         found = {number: known[text] for number, text in texts.items() if known.get(text) in special}
@@ -151,7 +158,12 @@ class OtherTokenizer:
         return teacher[~missing], Alignment(student_ends, teacher_ends, missing, mask, data)
 
     def _observed(self, ids: np.ndarray, before: int | None) -> list[int]:
-        """Return the teacher's tokens for observed tokens, which follow the student token `before`."""
+        """Return the teacher's tokens for observed tokens.
+
+        Args:
+            ids: the observed tokens, in the student's tokenizer.
+            before: the student token before them, or None at the start of the response.
+        """
         data = self.student.bytes_of(ids.tolist())
         ended = before is not None and int(before) in self.ends
         if (found := self.student_turns.split(data, ended=ended)) and found.role in self.teacher_turns.around:
@@ -163,7 +175,7 @@ class OtherTokenizer:
         return [token for token in written if token != MISSING]
 
     def _as_bytes(self, ids: np.ndarray) -> list[int]:
-        """Return the teacher's tokens for observed tokens that are not a turn of the student's template."""
+        """Return the teacher's tokens for observed tokens that do not form a turn of the student's template."""
         single = self._is_single[ids]
         written: list[int] = []
         for start, end in _stretches(single, np.ones(len(ids), bool)):
@@ -177,8 +189,8 @@ class OtherTokenizer:
 def _stretches(single: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
     """Return (start, end) of each stretch of tokens.
 
-    A stretch is one `single` token, or an unbroken run of other action tokens, or an unbroken run of other observed
-    tokens.
+    A stretch is a token for which `single` is true, or an unbroken run of other tokens. A run has either only action
+    tokens or only observed tokens.
     """
     if not len(mask):
         return []

@@ -1,10 +1,9 @@
 """A teacher's log-probs of the student's tokens, from one pass over the teacher's tokens of the same text.
 
-Which token a tokenizer makes of some bytes depends on the bytes that follow. For example, if a teacher expects the
-token `\\n1`, its log-prob of the token `\\n` is low, although the probability of the byte `\\n` is near 1. For this
-reason, log-probs of tokens are computed here from probabilities of text. Let P(n) be the probability that the teacher's
-text begins with the first n bytes of the response. A student token that covers the bytes from m to n then has the
-log-prob
+How a tokenizer splits some bytes depends on the bytes that follow. For example, if a teacher expects the token `\\n1`,
+its log-prob of the token `\\n` is low, although the probability of the byte `\\n` is near 1. For this reason, log-probs
+of tokens are computed here from probabilities of text. Let P(n) be the probability that the teacher's text begins with
+the first n bytes of the response. A student token that covers the bytes from m to n then has the log-prob
 
     q = log P(n) - log P(m)
 
@@ -15,15 +14,20 @@ token t at b. The token t covers the bytes from b to n, and can extend beyond n:
     P(n) = Σ_b Σ_t exp(A_b) · p(t | b),    A_b: log-prob of the teacher's tokens before byte b
 
 The candidates for t at b are the teacher's own token of the response at b, and the tokens of the teacher's top-k at b.
-A candidate of the top-k that extends beyond n counts only if the student's tokenizer would also end a token at n in the
-text with this candidate. If student and teacher have the same tokenizer, no candidate that extends beyond n counts, and
-q is the teacher's log-prob of the token. Two kinds of sequences are left out. Sequences that differ from the teacher's
-tokens before b are left out, because each of them would need a further pass. Sequences with a token t that is not in
-the top-k are left out, because its log-prob is unknown. As a result, P(n) is too low at some n, and part of a penalty
-moves from one token to a neighbouring token. Over a whole text, the sum of q is always the log-prob of the teacher's
-tokens.
+A candidate of the top-k may extend beyond n. It then counts only if the student's tokenizer would also end a token at n
+in the text with this candidate. If student and teacher have the same tokenizer, no candidate that extends beyond n
+counts, and q is the teacher's log-prob of the token.
 
-Legend: T-P student tokens and U teacher tokens of a response, K tokens of a top-k, V token ids.
+Two kinds of sequences are left out:
+
+- Sequences that differ from the teacher's tokens before b, because each of them would need a further pass.
+- Sequences with a token t that is not in the top-k, because its log-prob is unknown.
+
+As a result, P(n) is too low at some n, and part of a penalty moves from one token to a neighbouring token. Over a whole
+text, the sum of q is always the log-prob of the teacher's tokens.
+
+Legend: T-P student tokens and U teacher tokens of a response, S scored teacher tokens (see `samples.alignment`), K
+tokens of a top-k, V token ids of the teacher.
 """
 
 from collections.abc import Iterator
@@ -40,7 +44,7 @@ KEPT_CUTS = 65536  # maximum number of texts whose student tokens are cached
 
 @dataclass(frozen=True)
 class PrefixLogprobs:
-    """Computes a teacher's log-probs of student tokens, with both tokenizers and a teacher's top-k of `topk` tokens."""
+    """Computes a teacher's log-probs of student tokens, from the teacher's top-k and both tokenizers."""
 
     student: ByteEncoder
     teacher: TokenBytes
@@ -55,17 +59,18 @@ class PrefixLogprobs:
         logprobs: np.ndarray,
         top: tuple[np.ndarray, np.ndarray],
     ) -> np.ndarray:
-        """Return the teacher's log-probs q on the student's tokens, f32 [T-P]; NaN for tokens without credit.
+        """Return the teacher's log-probs q of the student's tokens, f32 [T-P].
 
-        If a student token is also a teacher token, and longer tokens do not count, q is the teacher's log-prob, bit for
-        bit.
+        Tokens without credit have the value NaN. If a student token is also a teacher token, and longer tokens do not
+        count, q is the teacher's log-prob, bit for bit.
 
         Args:
             alignment: alignment of the response.
-            is_text: bool [T-P], true for tokens of ordinary text; no teacher token has bytes of both kinds of tokens.
-            tokens: int64 [U - missing], the teacher's tokens.
-            logprobs: f32 [U - missing], finite.
-            top: ids and log-probs [U - missing, K] of the most likely tokens at the position of each token in `tokens`.
+            is_text: bool [T-P], true for tokens of ordinary text. A teacher token does not span ordinary text and other
+                tokens.
+            tokens: int64 [S], the scored teacher tokens.
+            logprobs: f32 [S], their log-probs, all finite.
+            top: (ids, log-probs) [S, K], the teacher's top-k at the position of each token in `tokens`.
         """
         if not (len(alignment.student_ends) and len(logprobs)):
             return alignment.on_student_tokens(logprobs)
@@ -97,11 +102,16 @@ class PrefixLogprobs:
         return [(int(row), int(entry)) for row, entry in np.argwhere(fits)]
 
     def _covered(self, text: "_Text", row: int, piece: bytes) -> Iterator[int]:
-        """Yield each student token at whose end a candidate counts.
+        """Yield the index of each student token at whose end a candidate counts.
 
-        The candidate has the bytes `piece` and replaces the teacher token with index `row`. It counts at the end of a
-        student token if two conditions are met: up to this end, the bytes of the candidate are the bytes of the
-        response, and the student's tokenizer splits these bytes in the same way as in the response.
+        A candidate counts at the end of a student token under two conditions:
+
+        - Up to this end, the candidate has the same bytes as the response.
+        - The student's tokenizer splits these bytes in the same way as in the response.
+
+        Args:
+            row: index of the teacher token that the candidate replaces.
+            piece: bytes of the candidate.
         """
         start, first = int(text.starts[row]), int(text.nexts[row])
         begin = int(text.ends[first - 1]) if first else 0
@@ -119,7 +129,7 @@ class PrefixLogprobs:
             yield student
 
     def _student_cut(self, data: bytes) -> list[int]:
-        """Return the ends of the tokens into which the student's tokenizer splits a text."""
+        """Return the byte offsets at which tokens end when the student's tokenizer splits a text."""
         if data not in self._cuts:
             if len(self._cuts) >= KEPT_CUTS:
                 self._cuts.clear()
@@ -128,7 +138,11 @@ class PrefixLogprobs:
 
     @cached_property
     def _firsts(self) -> np.ndarray:
-        """int16 [V + 1], first byte of each token; -1 for special tokens, ids without bytes, and larger ids."""
+        """int16 [V + 1], the first byte of each teacher token.
+
+        The value is -1 for special tokens and for ids without bytes. The last entry is for all larger ids and is -1
+        too.
+        """
         firsts = [token[0] if token else -1 for token in self.teacher.by_id]
         for token in self.teacher.special:
             firsts[token] = -1
@@ -136,13 +150,13 @@ class PrefixLogprobs:
 
     @cached_property
     def _lengths(self) -> np.ndarray:
-        """int64 [V + 1], number of bytes of each token."""
+        """int64 [V + 1], the number of bytes of each teacher token. The last entry is for all larger ids and is 0."""
         return np.append(self.teacher.lengths, 0)
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A response split by both tokenizers, with the log-probs of the teacher's tokens, f64."""
+    """A response split by both tokenizers, with the log-probs of the teacher's tokens in f64."""
 
     data: bytes
     ends: np.ndarray  # [T-P], ends of the student's tokens, in bytes
@@ -151,11 +165,11 @@ class _Text:
     reached: np.ndarray  # [T-P], A at the last teacher-token end that is not after the student token's end
     # [T-P], log-prob of the teacher token that spans the student token's end; 0 if a teacher token ends there
     own: np.ndarray
-    before: np.ndarray  # [U - missing], A at the teacher token's start
-    starts: np.ndarray  # [U - missing]
-    nexts: np.ndarray  # [U - missing], first student token that ends after the teacher token's start
-    needed: np.ndarray  # [U - missing], bytes from the teacher token's start to the end of that student token
-    in_text: np.ndarray  # bool [U - missing]
+    before: np.ndarray  # [S], A at the teacher token's start
+    starts: np.ndarray  # [S]
+    nexts: np.ndarray  # [S], first student token that ends after the teacher token's start
+    needed: np.ndarray  # [S], bytes from the teacher token's start to the end of that student token
+    in_text: np.ndarray  # bool [S]
 
     @classmethod
     def of(cls, alignment: Alignment, is_text: np.ndarray, logprobs: np.ndarray) -> "_Text":

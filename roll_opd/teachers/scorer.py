@@ -1,7 +1,6 @@
-"""The interface of a teacher. A teacher computes the log-probs of given tokens and the targets of distillation over
-several tokens.
+"""The interface of a teacher: it computes log-probs of given tokens, and targets for distillation over several tokens.
 
-All implementations, such as `megatron_teacher.MegatronScorer`, share the layers above: routing by tag, order of
+All implementations, such as `megatron_teacher.MegatronScorer`, share the layers above them: routing by tag, order of
 teachers, preflight and metrics. docs/extending.md shows how to add an implementation.
 
 Legend: T tokens of a sequence, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
@@ -26,7 +25,7 @@ EVERY_TARGET: frozenset[Target] = frozenset({"topk", "ids", "hidden"})
 
 @dataclass(frozen=True)
 class Wanted:
-    """The targets to compute for each response token in addition to its log-prob."""
+    """The targets to compute for each response token, in addition to its log-prob."""
 
     topk: int | None = None
     # one `topk_ids` array per sequence, such as the student's top-k; used instead of `topk`
@@ -38,7 +37,7 @@ class Wanted:
 
     @property
     def target(self) -> Target | None:
-        """The kind of targets to compute; None if only the log-probs of the sequence's own tokens are needed."""
+        """The kind of targets to compute, or None if only the log-probs of the sequence's own tokens are needed."""
         if self.hidden:
             return "hidden"
         return "topk" if self.topk else "ids" if self.ids else None
@@ -49,7 +48,7 @@ LOGPROBS = Wanted()
 
 @dataclass(frozen=True)
 class TeacherAnswer:
-    """The log-probs of one sequence, and the requested targets."""
+    """The log-probs of one sequence, and the targets that were requested."""
 
     logprobs: np.ndarray  # f32 [T-P], at the sampling temperature
     targets: TargetRef | None = None
@@ -62,15 +61,15 @@ class TeacherScorer(Protocol):
 
     @property
     def name(self) -> str:
-        """The teacher's name for error messages."""
+        """The teacher's name, for error messages."""
 
     @property
     def targets(self) -> frozenset[Target]:
-        """Kinds of targets that the scorer can compute."""
+        """The kinds of targets that the scorer can compute."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the scorer computes in f32, so that two computations of a log-prob differ only by rounding errors."""
+        """Whether the scorer computes in f32. Then two computations of a log-prob differ only by rounding errors."""
 
     async def score(
         self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
@@ -78,12 +77,14 @@ class TeacherScorer(Protocol):
         """Return an answer for each sequence, in order. Calls may run concurrently.
 
         Logits are divided by `temperature` before the softmax. A log-prob that is not finite is returned unchanged; an
-        update that reads it is skipped and counted. Raises RunError if a token is outside the vocabulary, if the scorer
-        cannot compute the targets, or if the scorer fails. The message of the error has the scorer's name and a remedy.
+        update that reads it is skipped and counted.
+
+        Raises RunError if a token is outside the vocabulary, if the scorer cannot compute the targets, or if the scorer
+        fails. The message of the error has the scorer's name and a remedy.
         """
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics `opd/teacher/NAME/*` since the last call, such as the number of requests."""
 
     def end(self) -> None:
-        """Release processes or connections; further calls do nothing."""
+        """Release processes or connections. Further calls do nothing."""

@@ -18,7 +18,11 @@ BUNDLE_BYTES = 2**20  # targets of small samples are stored in one object, since
 
 
 def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
-    """Put arrays into the object store of this node; return a reference for each sample number."""
+    """Put the targets of samples into the object store of this node, and return a reference for each sample.
+
+    Args:
+        targets: map from the index of a sample to its arrays, by name.
+    """
     found = {}
     for numbers in _bundles(targets):
         bundle = ray.put(Compact([targets[number] for number in numbers]))
@@ -31,9 +35,11 @@ def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
 def opened(
     held: Sequence[Mapping[str, TargetRef]], needed: Sequence[Sequence[int]]
 ) -> list[dict[str, dict[str, np.ndarray]]]:
-    """Return a map for each sample: name of targets -> arrays.
+    """Return the arrays of each sample: a map from the name of its targets to their arrays.
 
-    Samples that are not in the micro-batches `needed` get empty arrays.
+    Args:
+        held: references of each sample, by the name of the targets.
+        needed: micro-batches of sample indices. Samples outside these micro-batches get empty arrays.
     """
     numbers = {number for part in needed for number in part}
     wanted = {id(one): one for number in numbers for one in held[number].values()}.values()
@@ -51,8 +57,8 @@ def opened(
 def with_targets(samples: Sequence[Sample], targets: Sequence[Mapping[str, Mapping[str, np.ndarray]]]) -> list[Sample]:
     """Return the samples of a shard with the targets of every teacher as columns `TEACHER/ARRAY`.
 
-    If a sample has no targets of a teacher, the sample's columns for this teacher are zeros. The zeros do not enter the
-    loss, because the sample's column `TEACHER/share` is 0.
+    If a sample has no targets of a teacher, its columns for this teacher are zeros. The zeros do not enter the loss,
+    because the sample's column `TEACHER/share` is 0.
     """
     teachers = {name: arrays for own in targets for name, arrays in own.items()}
     result = []
@@ -72,7 +78,7 @@ def _zeros(length: int, like: np.ndarray) -> np.ndarray:
 
 
 def release(experiences: Iterable[Sample]) -> None:
-    """Release the teachers' targets of samples."""
+    """Release the arrays of the samples' targets."""
     for experience in experiences:
         for held in experience.teacher_targets.values():
             held.released()

@@ -1,8 +1,8 @@
 """Check a teacher by its log-probs on a few samples.
 
 A wrong teacher raises no error: it returns plausible log-probs, and the student trains on them. The checks compare
-different log-probs of the teacher with each other. They also compare the teacher's log-probs with the student's
-log-probs of the same texts.
+several log-probs of the teacher with each other. They also compare the teacher's log-probs with the student's log-probs
+of the same texts.
 
 Legend: N scored tokens of all texts, K tokens of a top-k, S samples.
 """
@@ -24,7 +24,7 @@ SHARED_MASS = 0.5  # smallest probability that each model must give to the other
 EXACT, ROUNDED = 1e-3, 0.1
 TEMPERATURE_ERROR = 0.02  # largest relative error of the measured temperature
 FLAT = 0.01  # nats by which the log-prob of the most likely token must exceed -ln V
-SURPRISED = 12.0  # as MARGIN, but of the single token that ends an answer
+SURPRISED = 12.0  # as MARGIN, for the one token that ends an answer
 FEW = 32  # minimum action tokens: means over fewer tokens are mostly noise
 SIGNIFICANT = 3.0  # standard errors
 FEWEST_GROUPS = 16  # minimum prompts: standard errors over fewer prompts are too small
@@ -34,7 +34,7 @@ IN_COMMON = 0.2  # smallest shared probability; a sound teacher shares twice as 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table. `meaning` explains the value, or names the fault and the remedy."""
+    """A row of the table. `meaning` explains the value, or it names the fault and the remedy."""
 
     check: str
     value: str
@@ -46,7 +46,7 @@ class Check:
 class Readings:
     """Log-probs of student and teacher on the same N tokens, at the sampling temperature.
 
-    Observed tokens are not among the N tokens.
+    The N tokens do not include observed tokens.
     """
 
     student_logprobs: np.ndarray  # f32 [N]
@@ -64,14 +64,18 @@ class Readings:
     ended: np.ndarray  # bool [N], true at the token that ended a sample
 
     def without(self, observed: np.ndarray) -> "Readings":
-        """Return the readings without observed tokens; the mask `observed`, bool [N], is true at observed tokens."""
+        """Return the readings without observed tokens.
+
+        Args:
+            observed: bool [N], true at observed tokens.
+        """
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return Readings(**{name: array[~observed[: len(array)]] for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Facts of the run on which the verdicts depend."""
+    """Settings of the run that the verdicts depend on."""
 
     temperature: float
     exact: bool  # the teacher computes in f32
@@ -81,12 +85,15 @@ class Settings:
 
     @property
     def tolerance(self) -> float:
-        """Largest allowed mean difference between two computations of a log-prob, in nats."""
+        """Largest allowed mean difference between two computations of the log-probs, in nats."""
         return EXACT if self.exact else ROUNDED
 
 
 def checks(readings: Readings, settings: Settings) -> list[Check]:
-    """Return the verdicts based on log-probs, and verdicts based on the top-k if the teacher returns one."""
+    """Return the checks of the log-probs. If the teacher returns a top-k, the checks of the top-k are included.
+
+    If a log-prob is not a finite number, only the check that failed is returned.
+    """
     finite = _finite(readings)
     if finite.verdict != "ok":
         return [finite]
@@ -103,10 +110,15 @@ def checks(readings: Readings, settings: Settings) -> list[Check]:
 
 
 def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> float:
-    """Return the slope of `gaps` [S] over `rewards` [S], divided by its group-robust standard error.
+    """Return the slope of `gaps` over `rewards`, in standard errors. The result is 0 if the slope is 0.
 
-    The result is 0 if the slope is 0. Samples of one group are dependent, so their residuals are summed first (Liang
-    and Zeger 1986).
+    The standard errors are robust to groups: samples of one group are dependent, so their residuals are summed first
+    (Liang and Zeger 1986).
+
+    Args:
+        gaps: f64 [S], the values to explain.
+        rewards: f64 [S], the reward of each sample.
+        groups: the group of each sample.
     """
     numbers = np.unique(np.asarray(groups), return_inverse=True)[1]
     count = int(numbers.max()) + 1
@@ -122,9 +134,14 @@ def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]
 
 
 def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> Check:
-    """Check how the difference between teacher and student log-probs per token depends on the reward of a sample.
+    """Check whether the teacher prefers samples with a higher reward.
 
     The verdict is a warning if the teacher significantly prefers samples with a lower reward.
+
+    Args:
+        gaps: f64 [S], mean of teacher minus student log-prob per token, for each sample.
+        rewards: f64 [S], the reward of each sample.
+        groups: the group of each sample.
     """
     if np.ptp(rewards) == 0:
         return Check(PREFERENCE, f"all rewards are {rewards[0]:g}", "ok", "not judged: no sample has a higher reward")
@@ -148,7 +165,10 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
 
 
 def table(name: str, rows: Sequence[Check]) -> str:
-    """Return the rows as a table that is `WIDTH` characters wide, followed by the meanings of warnings and failures."""
+    """Return the checks as a table that is `WIDTH` characters wide.
+
+    The meanings of warnings and failures follow below the table.
+    """
     lines = [f"Teacher preflight: {name}", "-" * WIDTH]
     for row in rows:
         value = textwrap.wrap(row.value, WIDTH - 36) or [""]
@@ -189,7 +209,7 @@ def _twice(readings: Readings, settings: Settings) -> Check:
 def _temperature(readings: Readings, settings: Settings) -> Check:
     """Check that the update reads log-probs at the sampling temperature T.
 
-    The difference of two log-probs at temperature T is 1/T of their difference at temperature 1.
+    The check uses that the difference of two log-probs at temperature T is 1/T of their difference at temperature 1.
     """
     wanted = settings.temperature
     plain = (readings.teacher_plain[:, :1] - readings.teacher_plain[:, 1:]).astype(np.float64)
@@ -216,7 +236,10 @@ def _temperature(readings: Readings, settings: Settings) -> Check:
 
 
 def _reads_input(readings: Readings, settings: Settings) -> Check:
-    """Check for a missing embedding, norm or head: the distribution is uniform, or the same after every token."""
+    """Check that the teacher has its embedding, final norm and output head.
+
+    If one of them is missing, the distribution is uniform, or it is the same after every token.
+    """
     above = readings.teacher_topk[:, 0].mean(dtype=np.float64) + math.log(settings.vocab_size)
     flat = above < FLAT
     same = len(readings.teacher_ids) > 1 and bool(
@@ -250,7 +273,12 @@ def _enough(readings: Readings) -> Iterator[Check]:
 
 
 def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarray) -> Check:
-    """Compare the teacher's mean log-prob of a text with the student's mean and with a uniform distribution."""
+    """Compare the teacher's mean log-prob of some tokens with the student's mean and with a uniform distribution.
+
+    Args:
+        name: kind of the tokens: samples, answers or prompts.
+        chosen: bool [N], true for tokens of this kind.
+    """
     teacher = float(readings.teacher_logprobs[chosen].mean(dtype=np.float64))
     student = float(readings.student_logprobs[chosen].mean(dtype=np.float64))
     gaps = (readings.teacher_logprobs - readings.student_logprobs)[chosen].astype(np.float64)
@@ -285,7 +313,10 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
 
 
 def _overlap(readings: Readings) -> Check:
-    """Check how much probability each model gives to the other model's top-k, in the student's samples."""
+    """Check how much probability each model gives to the tokens that both top-k have in common.
+
+    Only tokens that the student sampled are considered.
+    """
     chosen = readings.sampled
     student_ids, teacher_ids = readings.student_ids[chosen], readings.teacher_ids[chosen]
     shared_NKK = student_ids[:, :, None] == teacher_ids[:, None, :]

@@ -1,9 +1,8 @@
-"""The teacher preflight: student and teacher score a few samples before the first update, and `teacher_checks` judges
-their log-probs. See docs/teacher-preflight.md.
+"""The teacher preflight: a check of each teacher before the first update. See docs/teacher-preflight.md.
 
-The preflight uses the first samples of the run and generates no other samples. It computes the log-probs of the first
-update a second time and compares the two results. The preflight does not change any random state, so it has no effect
-on the results of a run.
+Student and teacher score a few samples, and `teacher_checks` judges their log-probs. The preflight uses the first
+samples of the run and generates no other samples. It computes the log-probs of the first update a second time and
+compares the two results. The preflight does not change any random state, so it has no effect on the results of a run.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,17 +49,21 @@ class TeacherPreflight:
         report: Callable[[str, Sequence[Check]], None],
         demonstrations: Sequence[Sample] = (),
     ) -> None:
-        """Args:
-        mode: the run's `teacher_preflight` setting.
-        student: the ranks of the student.
-        report: callback (teacher's name, checks) that prints and stores the checks.
+        """Create the preflight.
+
+        Args:
+            mode: the run's setting `teacher_preflight`.
+            student: the ranks of the student.
+            teachers: the teachers to check.
+            report: prints and stores the checks. It is called with a teacher's name and the checks.
+            demonstrations: samples whose answers come from rows. They are scored too.
         """
         self._mode, self._student, self._report = mode, student, report
         self._demonstrations = demonstrations
         self._left = list(teachers) if mode is not False else []
 
     async def check(self, experiences: Sequence[Sample], temperature: float) -> None:
-        """Check the teachers that have scored some of `experiences` and have not been checked yet. Report the checks.
+        """Check the teachers that have scored samples of the step and are not checked yet. Report the checks.
 
         Raises RunError if a check fails and the mode is not `warn`.
         """
@@ -132,7 +135,7 @@ class TeacherPreflight:
 def _chosen(experiences: Sequence[Sample]) -> list[Sample]:
     """Return a few truncated samples that are spread evenly over the step.
 
-    The number of samples is larger if their responses are short.
+    If the responses are short, more samples are returned.
     """
     cut = [_cut(experience) for experience in experiences]
     written = [experience for experience in cut if experience.action_tokens]
@@ -168,17 +171,23 @@ def _logprobs(answers: Sequence[TeacherAnswer]) -> np.ndarray:
 
 
 def _column(answers: Sequence[TeacherAnswer], name: str) -> np.ndarray:
-    """Concatenate the arrays `name` of all answers, [N, K]. K is 0 if the scorer does not return these arrays."""
+    """Return the arrays called `name` of all answers, concatenated to [N, K].
+
+    K is 0 if the scorer does not return these arrays.
+    """
     return np.concatenate([a.arrays.get(name, np.zeros((len(a.logprobs), 0), np.float32)) for a in answers])
 
 
 def _sorted(answer: TeacherAnswer) -> np.ndarray:
-    """Return the log-prob and the sorted top-k log-probs of each token of an answer, f32 [T-P, 1 + K]."""
+    """Return the log-probs of an answer, f32 [T-P, 1 + K].
+
+    The first column is for the response tokens, and the other columns are for the top-k.
+    """
     return np.column_stack([answer.logprobs, _column([answer], "topk_logprobs")])
 
 
 def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
-    """Return samples that consist of a prompt and the answer in the prompt's row.
+    """Return samples that consist of a prompt and the answer from the prompt's row.
 
     The list is empty if the rows have no answers.
     """
@@ -202,7 +211,7 @@ def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
 
 
 def _scored_from(first: int | None, text: Sample) -> Sample:
-    """Return `text` with token number `first` as its first scored token.
+    """Return a text with token number `first` as its first scored token.
 
     If `first` is None, only the response is scored.
     """
@@ -210,7 +219,7 @@ def _scored_from(first: int | None, text: Sample) -> Sample:
 
 
 def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
-    """Compare the teacher's preference with the known rewards of the step's samples."""
+    """Check the teacher's preference against the rewards of the step's samples."""
     rewarded = [
         e
         for e in samples
@@ -225,9 +234,9 @@ def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
 
 
 def _size_of(student: ModelInfo, teacher: ModelInfo) -> Check:
-    """Return a check of the numbers of layers and parameters, which are read from the models' files.
+    """Check the teacher's number of layers and of parameters, read from the model's files.
 
-    The check has hints if layers may be missing.
+    The verdict is a warning if layers may be missing.
     """
     window_layers = read_json(teacher.path / "config.json").get(WINDOW_LAYERS)
     hints = list(lost_layer_hints(teacher.path, teacher.layers, teacher.parameters, window_layers))
@@ -246,7 +255,7 @@ def _counted(parameters: int) -> str:
 
 
 def _in_run(text: Sample, teacher: str, first: int | None) -> np.ndarray:
-    """Return the log-prob that the update uses for each scored token.
+    """Return the log-prob that the update uses for each scored token of a text.
 
     The value is NaN for tokens of prompts and for answers from rows, because the update does not use these tokens.
     """
@@ -266,7 +275,10 @@ def _observed(texts: Sequence[Sample], first: int | None) -> np.ndarray:
 
 
 def _uncovered(texts: Sequence[Sample], answers: Sequence[TeacherAnswer], teacher: str) -> np.ndarray:
-    """Return a mask of the scored tokens for which a teacher with another tokenizer has no log-prob, bool [N]."""
+    """Return a mask of the scored tokens without a log-prob of the teacher, bool [N].
+
+    Only a teacher with another tokenizer has such tokens.
+    """
     found = []
     for text, answer in zip(texts, answers, strict=True):
         none = np.zeros(len(answer.logprobs), bool)
@@ -277,9 +289,12 @@ def _uncovered(texts: Sequence[Sample], answers: Sequence[TeacherAnswer], teache
 
 
 def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
-    """Return four masks of the scored tokens, bool [N] each.
+    """Return four masks of the scored tokens, by name, each bool [N].
 
-    The masks mark sampled tokens, prompt tokens, tokens of an answer from a row, and tokens that end a sample.
+    - `sampled`: true for tokens of responses from the step.
+    - `prompted`: true for tokens of prompts, except special tokens.
+    - `answered`: true for tokens of answers from rows.
+    - `ended`: true for tokens that end a sample.
     """
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) for e in texts]
     of_row = np.concatenate([np.full(len(place), e.demonstration) for e, place in zip(texts, places, strict=True)])

@@ -1,10 +1,11 @@
 """The reach of a teacher's context: a change of early text must change the log-probs of all later tokens.
 
-The log-probs of a teacher with a truncated context look plausible, but do not change at all if the text beyond the
+If a teacher's context is truncated, its log-probs look plausible. But they do not change at all if the text beyond the
 context changes. The original and the changed text have the same length. The micro-batches and shapes are therefore the
-same, and rounding causes no difference. Noise could only hide a truncated context.
+same, and rounding causes no difference. Noise could hide a truncated context, but it cannot make a complete context
+look truncated.
 
-Legend for array axes: T is the number of tokens of a text, N the number of scored tokens, and K the k of the top-k.
+Legend for array axes: T tokens of a text, N scored tokens, K tokens of a top-k.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ FAR = 0.8  # fraction of the tested distance at which a change must still have a
 
 @dataclass(frozen=True)
 class Change:
-    """A text in which the tokens of one part have been reversed."""
+    """A text in which the tokens of one part are in reverse order."""
 
     tokens: np.ndarray  # int64 [T]
     end: int  # number of the first token after the part
@@ -31,23 +32,28 @@ class Change:
 
 @dataclass(frozen=True)
 class Reach:
-    """Two distances in tokens from the end of a changed part: to the last changed log-prob, and to the last token."""
+    """Two distances in tokens from the end of a changed part.
+
+    `seen` is the distance to the last changed log-prob. `tested` is the distance to the last token.
+    """
 
     seen: int
     tested: int
 
     @property
     def falls_short(self) -> bool:
-        """Whether the change has no effect on the end of the text."""
+        """Whether the change has no effect on the end of the text.
+
+        The result is false if `tested` is below `SHORT`.
+        """
         return self.tested >= SHORT and self.seen < FAR * self.tested
 
 
 def changes(texts: Sequence[np.ndarray]) -> list[Change]:
     """Return each text with one of its `PARTS` parts reversed.
 
-    In the first text part 1 is reversed, in the second text part 2, and so on.
-
-    The last part is never reversed, because no text follows it.
+    In the first text, part 1 is reversed; in the second text, part 2; and so on. The last part is never reversed,
+    because no text follows it.
     """
     found = []
     for number, tokens in enumerate(texts):
@@ -60,17 +66,22 @@ def changes(texts: Sequence[np.ndarray]) -> list[Change]:
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the largest absolute difference of two arrays for each token, f64 [N].
+    """Return the largest absolute difference of two answers for each token, f64 [N].
 
-    Each array [N, 1 + K] has the log-prob and the top-k log-probs of each token.
+    Args:
+        one: f32 [N, 1 + K], the log-prob and the top-k log-probs of each token.
+        other: the same for the other answer.
     """
     return np.abs(one.astype(np.float64) - other).max(1)
 
 
 def reach(differences: np.ndarray, first: int, end: int) -> Reach:
-    """Return the distances from token `end` to the last changed log-prob and to the last token.
+    """Return the distances from the end of a changed part to the last changed log-prob and to the last token.
 
-    `differences` [N] has one value for each token from token `first` on.
+    Args:
+        differences: f64 [N], the change of the log-probs at each scored token.
+        first: number of the first scored token.
+        end: number of the first token after the changed part.
     """
     distances = first + np.arange(len(differences)) - end
     seen = distances[~(differences <= SMALLEST) & (distances >= 0)]
@@ -80,8 +91,8 @@ def reach(differences: np.ndarray, first: int, end: int) -> Reach:
 def reach_check(found: Sequence[Reach]) -> Check:
     """Return the check of the teacher's reach.
 
-    The check fails if two or more changes have no effect on the end of the text, or if the change with the largest
-    tested distance has none. A single other change without an effect gives a warning.
+    The check fails if two or more changes have no effect on the end of the text. It also fails if the change with the
+    largest tested distance has no effect there. Any other single change without an effect gives a warning.
     """
     farthest = max(found, key=lambda one: one.tested)
     short = [one for one in found if one.falls_short]

@@ -1,9 +1,7 @@
-"""Client of Tinker's service. `TinkerEndpoint` sends requests with the package `tinker`.
+"""Client of Tinker's service. `TinkerEndpoint` sends requests with the package `tinker`, version 0.38.0.
 
-This code is written for version 0.38.0 of the package.
-
-The package has a separate HTTP client, session and retries. As for other servers, `Endpoint` limits the duration and
-the number of requests, and repeats failed requests.
+The package has its own HTTP client, session and retries. As for other servers, `Endpoint` limits the duration and the
+number of requests, and repeats failed requests.
 """
 
 import asyncio
@@ -36,7 +34,7 @@ class TinkerEndpoint(Endpoint):
         """Create the endpoint. Raises RunError if the package `tinker` is not installed.
 
         Args:
-            model: the name of a base model, or the path of saved weights, such as tinker://RUN/sampler_weights/NAME.
+            model: name of a base model, or path of saved weights, such as tinker://RUN/sampler_weights/NAME.
             key: the API key. If it is empty, the package reads the key from the environment variable TINKER_API_KEY.
         """
         if importlib.util.find_spec("tinker") is None:
@@ -61,7 +59,7 @@ class TinkerEndpoint(Endpoint):
             raise AttemptFailed(kind, self._excerpt(f"{type(error).__name__} {error}"), again) from None
 
     async def _started(self) -> Any:
-        """Return the `SamplingClient`. The first call starts a session of the service."""
+        """Return the `SamplingClient`. The first call starts a session with the service."""
         if self._sampler is None:
             if self._starting is None or self._starting.done():
                 self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))
@@ -100,7 +98,7 @@ async def _sampled(sampler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(error: Exception) -> tuple[str, bool]:
-    """Return the kind of a failure, and whether another attempt may succeed."""
+    """Return (kind of a failure, whether another attempt may succeed)."""
     import tinker
 
     if isinstance(error, tinker.APIStatusError):

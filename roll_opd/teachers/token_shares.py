@@ -12,13 +12,19 @@ _log = logging.getLogger(__name__)
 
 
 class TokenShares:
-    """Computes the fraction of each step's tokens that each teacher scored, and warns about teachers without tokens."""
+    """Computes the fraction of each step's tokens that a teacher scored.
+
+    A warning is logged if a teacher scored no tokens in the last `STARVED` steps.
+    """
 
     def __init__(self) -> None:
         self._without: Counter[str] = Counter()  # teacher -> number of consecutive steps without a token
 
     def metrics(self, samples: Sequence[Sample], teachers: Sequence[str]) -> dict[str, float]:
-        """Return `opd/teacher/NAME/token_share`: the fraction of a step's action tokens that each teacher scored."""
+        """Return the metrics `opd/teacher/NAME/token_share`.
+
+        Each of them is the fraction of the step's action tokens that are in samples scored by the teacher.
+        """
         total = sum(sample.action_tokens for sample in samples)
         found = {}
         for name in teachers:

@@ -1,6 +1,6 @@
-"""Find the text that a chat template adds before and after a turn that follows an answer.
+"""Find the markup of a chat template: the text that it adds before and after a turn that follows an answer.
 
-A short conversation is rendered with the template to find this text.
+To find this text, a short conversation is rendered with the template.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ class ObservedTurn:
 
 @dataclass(frozen=True)
 class TurnMarkup:
-    """The text that a chat template adds before and after a turn between two answers, for each role of the turn."""
+    """The text that a chat template adds before and after a turn between two answers. It depends on the turn's role."""
 
     around: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # role -> text before and after the content
     end: str = ""  # text of the token that ends an answer; the text before the content starts with it
@@ -33,15 +33,19 @@ class TurnMarkup:
     def parts(self, role: str, *, ended: bool) -> tuple[str, str]:
         """Return (text before the content, text after the content).
 
-        Set `ended` if the answer before the turn already has its end token.
+        Args:
+            role: role of the turn.
+            ended: whether the answer before the turn already has its end token.
         """
         before, after = self.around[role]
         return before.removeprefix(self.end) if ended else before, after
 
     def split(self, data: bytes, *, ended: bool) -> ObservedTurn | None:
-        """Parse `data`, the text between two answers.
+        """Return the turn in the text between two answers, or None if the text is not exactly one turn.
 
-        Return the turn in the text, or None if the text is not exactly one turn.
+        Args:
+            data: the text between the answers.
+            ended: whether the answer before the turn already has its end token.
         """
         for role in self.around:
             before, after = (part.encode() for part in self.parts(role, ended=ended))
@@ -56,9 +60,11 @@ NO_MARKUP = TurnMarkup()
 
 
 def turn_markup(render: Render, end: str) -> TurnMarkup:
-    """Return the markup of a chat template for each role that the template accepts.
+    """Return the markup of a chat template, for each role that the template accepts.
 
-    `end` is the text of the token that ends an answer.
+    Args:
+        render: renders messages with the template.
+        end: text of the token that ends an answer.
     """
     around = {}
     for role in ROLES:

@@ -1,4 +1,4 @@
-"""Choose a teacher's view from the teacher's plan and the tokenizer files of student and teacher."""
+"""Choose the view of a teacher from its plan and from the tokenizer files of student and teacher."""
 
 import json
 from functools import partial
@@ -42,7 +42,7 @@ def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
 
 
 def tokenizer_content(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer.json. Without this file, the tokenizer is converted from another format."""
+    """Return the content of tokenizer.json. If this file is missing, the tokenizer is converted from another format."""
     if (path / "tokenizer.json").is_file():
         return read_json(path / "tokenizer.json")
     converted: Any = load_tokenizer(str(path))
@@ -52,7 +52,8 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
 def turn_end_token(path: Path, template: str | None = None) -> int | None:
     """Return the token that ends a turn in the chat template.
 
-    If the template has no such token, return the end-of-sequence token. If this token is missing too, return None.
+    If the template has no such token, the end-of-sequence token is returned. If this token is missing too, None is
+    returned.
     """
     found = turn_end(path, template)
     if found and found.ids and found.ids[0] >= 0:

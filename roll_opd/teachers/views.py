@@ -1,6 +1,6 @@
-"""A teacher's view selects the tokens that the teacher scores, and maps the scores to the student's tokens.
+"""The view of a teacher chooses the tokens that the teacher scores, and maps its scores to the student's tokens.
 
-Legend for array axes: T is the number of tokens of the student's sequence, and P the number of prompt tokens.
+Legend for array axes: T tokens of the student's sequence, P prompt tokens.
 """
 
 from dataclasses import dataclass
@@ -14,43 +14,47 @@ from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence, Wanted
 
 
 class TeacherView(Protocol):
-    """Maps a sample to the sequence that a teacher scores, and the teacher's answer back to the sample."""
+    """Maps a sample to the sequence that a teacher scores, and maps the teacher's answer back to the sample."""
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return the tokens that the teacher scores for a sample."""
+        """Return (tokens, prompt length) of the sequence that the teacher scores for a sample."""
 
     def wants(self, wanted: Wanted) -> Wanted:
-        """Return the targets that must be requested from the scorer if `back` is to return the targets `wanted`."""
+        """Return the targets to request from the scorer, so that `back` can return the targets `wanted`."""
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return the scorer's answer to `reads(sample)`, mapped to the student's response tokens, [T-P]."""
+        """Return the scorer's answer for a sample, mapped to the student's response tokens, [T-P].
+
+        Args:
+            answer: the scorer's answer to the sequence `reads(sample)`.
+        """
 
 
 @dataclass(frozen=True)
 class SameTokens:
     """The view of a teacher that has the same token ids as the student.
 
-    The teacher scores the student's response after the teacher's prompt, or after the student's prompt if the sample
-    has no prompt for the teacher.
+    The teacher scores the student's response after its own prompt. If the sample has no prompt for this teacher, the
+    student's prompt is used.
     """
 
     teacher: str
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return the tokens of prompt and response, and the length of the prompt."""
+        """Return (tokens, prompt length) of the sequence that the teacher scores."""
         prompt = sample.teacher_prompts.get(self.teacher)
         if prompt is None:
             return sample.tokens, sample.prompt_length
         return np.concatenate([prompt, sample.response_tokens]), len(prompt)
 
     def wants(self, wanted: Wanted) -> Wanted:
-        """Return `wanted`."""
+        """Return `wanted` unchanged."""
         return wanted
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
         """Return `answer` unchanged.
 
-        Raises RunError if it does not have exactly one log-prob for each response token.
+        Raises RunError if the number of log-probs is not the number of response tokens.
         """
         if answer.logprobs.shape != (sample.response_length,):
             raise RunError(

@@ -1,6 +1,6 @@
 """Metrics of teachers with another tokenizer.
 
-They show how much student and teacher tokens of the same answers differ.
+They show how much the student's tokens and the teacher's tokens of the same answers differ.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from roll_opd.samples.sample import Sample
 
 @dataclass(frozen=True)
 class Cut:
-    """Statistics of the tokens into which student and teacher split the same text.
+    """Statistics of how student and teacher split the same text into tokens.
 
-    The text is that of the action tokens. All fractions are 0 if there are no tokens.
+    The text consists of the action tokens. All fractions are 0 if there are no tokens.
     """
 
     chunks: int
@@ -43,7 +43,7 @@ def cut_of(samples: Sequence[Sample], teacher: str) -> Cut:
 
 
 def alignment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `opd/alignment/TEACHER/...` of each teacher with another tokenizer.
+    """Return the metrics `opd/alignment/TEACHER/...` for each teacher with another tokenizer.
 
     docs/metrics.md describes these metrics.
     """

@@ -1,12 +1,12 @@
 """Wall time of each phase of a step, measured in the driver.
 
-Phases of one track are exclusive: if phases overlap, the time counts for the phase that was opened first. For example,
-the time for teacher log-probs that are computed during generation counts as generation until generation ends, and
-generation inside a validation counts as validation.
+Phases of one track are exclusive: if they overlap, the time counts for the phase that was opened first. For example,
+teacher log-probs may be computed during generation. This time counts as generation until generation ends. In the same
+way, generation inside a validation counts as validation.
 
 A task may open a separate track for itself and for the tasks that it starts. Phases of different tracks are counted
-independently. The time during which no phase is open is reported as "other". If no phases of different tracks are open
-at the same time, the phases and "other" sum to the time of the step.
+independently. The time in which no phase is open is reported as "other". If no phases of different tracks are open at
+the same time, the phases and "other" sum to the time of the step.
 """
 
 import threading
@@ -22,7 +22,10 @@ _TRACK: ContextVar[str] = ContextVar("track", default="main")
 
 @dataclass(frozen=True)
 class Moment:
-    """A reading of the clock: finished laps, seconds of the current lap, current phase and seconds of this phase."""
+    """A reading of the clock. `laps` is the number of finished laps, and `lap_seconds` is the time of the current lap.
+
+    `phase` is the phase that was opened first, or None if no phase is open. `phase_seconds` is the time since then.
+    """
 
     laps: int
     lap_seconds: float
@@ -38,11 +41,18 @@ class _Phase:
 
 
 class PhaseClock:
-    """Sums the seconds of each phase; `lap` returns the sums and resets them. Phases may nest, overlap, and run in
-    several tasks and threads."""
+    """Sums the seconds of each phase. `lap` returns the sums and resets them.
+
+    Phases may nest, overlap, and run in several tasks and threads.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, began: float | None = None) -> None:
-        """`began` is the start time of the first lap, as a value of `now()`. The default is the current time."""
+        """Start the clock.
+
+        Args:
+            now: returns the current time in seconds.
+            began: start time of the first lap, as a value of `now()`. The default is the current time.
+        """
         self._now = now
         self._lock = threading.Lock()
         self._open: list[_Phase] = []  # oldest first
@@ -54,7 +64,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the `with` block as phase `name`. Raises ValueError if `name` is not in `PHASES`."""
+        """Count the time inside the `with` block as this phase. Raises ValueError if the name is not in `PHASES`."""
         if name not in self._seconds:
             raise ValueError(f"unknown phase {name!r}; known are {', '.join(PHASES)}")
         entry = _Phase(name, _TRACK.get(), self._now())
@@ -70,7 +80,7 @@ class PhaseClock:
 
     @contextmanager
     def track(self, name: str) -> Iterator[None]:
-        """Use the track `name` for phases inside the `with` block.
+        """Use this track for phases inside the `with` block.
 
         The track also applies to tasks that are started inside the block. Its phases are counted independently of the
         phases of other tracks.
@@ -82,9 +92,9 @@ class PhaseClock:
             _TRACK.reset(before)
 
     def lap(self) -> dict[str, float]:
-        """Return phase -> seconds of this lap, and start a new lap.
+        """Return a map from each phase to its seconds in this lap, and start a new lap.
 
-        The dict also has `other`, the seconds without an open phase, and `step`, the seconds of the whole lap.
+        The map also has `other`, the seconds without an open phase, and `step`, the seconds of the whole lap.
         """
         with self._lock:
             self._settle()
@@ -96,7 +106,7 @@ class PhaseClock:
         return {**seconds, "other": max(0.0, step - covered), "step": step}
 
     def moment(self) -> Moment:
-        """Return the current reading."""
+        """Return the current reading of the clock."""
         with self._lock:
             now = self._now()
             oldest = self._open[0] if self._open else None
@@ -114,5 +124,5 @@ class PhaseClock:
 
 
 def time_metrics(lap: dict[str, float]) -> dict[str, float]:
-    """Return a lap as metrics: `time/<phase>` and `time/step`, in seconds."""
+    """Return the times of a lap as metrics `time/<phase>` and `time/step`, in seconds."""
     return {f"time/{name}": seconds for name, seconds in lap.items()}

@@ -1,6 +1,6 @@
-"""Console output of a run: a live display of long steps, one line per step, and a table at the end.
+"""Console output of a run: a live display of long steps, one line for each step, and a table at the end.
 
-The output is plain text within the width of the terminal, so that it looks the same in a log file and in CI.
+The output is plain text within the width of the terminal, so it looks the same in a log file and in CI.
 """
 
 import sys
@@ -33,12 +33,15 @@ PHASES_WITH_COUNTS = ("generate", "teacher")  # for these phases, only counters 
 
 
 class Console:
-    """Prints the progress lines and the final table of a run of `total_steps` steps."""
+    """Prints the progress lines and the final table of a run."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, frozen: str = SHORT["teacher"]) -> None:
-        """`frozen` is the label of the time that frozen models take.
+        """Create the console output.
 
-        Frozen models are teachers or a reference policy, for example.
+        Args:
+            total_steps: number of steps of the run.
+            stream: where to print; standard output by default.
+            frozen: label for the time of frozen models, such as teachers or a reference policy.
         """
         self._total = total_steps
         self._stream = stream
@@ -47,15 +50,15 @@ class Console:
         self._graded: dict[str, float] = {}  # last value of `GRADED`; set as soon as a reward was neither 0 nor 1
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a finished step, counted from 1."""
+        """Print the line of a finished step. The first step is 1."""
         self.count(metrics)
         metrics = self.with_grading(metrics)
         self.note(progress_line(step, self._total, metrics, self._eta(step), width=columns(), short=self._short))
 
     def with_grading(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics, including the last value of `GRADED` if a step has had this metric.
+        """Return the metrics with the last value of `GRADED`, if any step has had this metric.
 
-        The mean validation reward therefore keeps its label at steps without a validation.
+        This way, the mean validation reward keeps its label at steps without a validation.
         """
         self._graded |= {name: metrics[name] for name in (GRADED,) if name in metrics}
         return {**self._graded, **metrics}
@@ -65,7 +68,7 @@ class Console:
         self._seconds.append(metrics.get(STEP_SECONDS, 0.0))
 
     def unfinished(self, step: int, seconds: float, phase: str | None, counts: str) -> str:
-        """Return the line of a running step: the seconds since its start, its phase and the counters.
+        """Return the line of a running step. It shows the seconds since the step's start, the phase and the counters.
 
         Step 0 is the start-up of the run.
         """
@@ -78,11 +81,15 @@ class Console:
         return "  ".join(parts)
 
     def note(self, text: str) -> None:
-        """Print a separate line."""
+        """Print a text, wrapped to the width of the terminal."""
         print(wrapped(text, columns()), file=self._stream or sys.stdout, flush=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Print the final table and the times from `summary.json`."""
+        """Print the final table and the times of the run.
+
+        Args:
+            summary: the content of `summary.json`.
+        """
         for text in filter(None, (before_after_table(summary), totals(summary, self._short))):
             self.note(text)
 
@@ -99,7 +106,7 @@ def progress_line(
     width: int,
     short: Mapping[str, str] = SHORT,
 ) -> str:
-    """Return the line of one step, made from its metrics and shortened to `width`."""
+    """Return the line of one step. It shows the step's metrics and is at most `width` characters long."""
     seconds = metrics.get(STEP_SECONDS, 0.0)
     head = f"step {step:>{len(str(total))}}/{total}"
     tail = [f"ETA {duration(eta_seconds)}"] if step < total else []
@@ -114,7 +121,7 @@ def progress_line(
 
 
 def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
-    """Return the numbers of a step as texts, ordered from the most important to the least important."""
+    """Return the numbers of a step as texts, the most important number first."""
     validation = "val reward" if GRADED in metrics else "acc"
     numbers = [
         f"{label} {metrics[name]:{form}}"
@@ -139,7 +146,7 @@ def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
 def validation(metrics: Mapping[str, float]) -> str:
     """Return the validation result as text.
 
-    The text has the accuracy, or the mean reward if some rewards are neither 0 nor 1.
+    The result is the accuracy. If some rewards are neither 0 nor 1, it is the mean reward.
     """
     what = "mean validation reward" if GRADED in metrics else "validation accuracy"
     return f"{what} {metrics[ACCURACY]:.3f}"
@@ -147,12 +154,12 @@ def validation(metrics: Mapping[str, float]) -> str:
 
 LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # seconds until a live line is shown, and between its updates
 JOIN_TIMEOUT_S = 1.0  # the status call may block forever while Ray shuts down
-# seconds of a step until its first line; each later interval is twice as long, up to the second value
+# seconds from the start of a step to its first line, and longest interval between lines; the intervals double
 FIRST_LINE_S, MAX_INTERVAL_S = 15.0, 600.0
 
 
 class Count:
-    """A counter of finished items out of a total. `what` is the verb that is shown, such as `generated`."""
+    """A counter of finished items out of a total. `what` is the verb that is shown with it, such as `generated`."""
 
     def __init__(self, what: str, total: int = 0) -> None:
         self.what, self.total, self.done = what, total, 0
@@ -162,19 +169,19 @@ class Count:
         self.total, self.done = total, 0
 
     def one(self, *_: object) -> None:
-        """Count one item as finished. This method can be used as a callback, because it ignores its arguments."""
+        """Count one item as finished. The arguments are ignored, so this method can be used as a callback."""
         self.done += 1
 
 
 class Progress:
-    """Counters of running work."""
+    """The counters that the progress lines show."""
 
     def __init__(self) -> None:
         self._shown: list[Count] = []
 
     @contextmanager
     def showing(self, *counts: Count) -> Iterator[None]:
-        """Show `counts` while the block runs."""
+        """Show these counters while the `with` block runs."""
         self._shown += counts
         try:
             yield
@@ -183,7 +190,10 @@ class Progress:
                 self._shown.remove(count)
 
     def text(self) -> str:
-        """Return the unfinished counters with a total above 1, such as `generated 3/8, scored 1/8`."""
+        """Return the unfinished counters as text, such as `generated 3/8, scored 1/8`.
+
+        A counter is left out if its total is 1 or less.
+        """
         counts = dict.fromkeys(self._shown)
         return ", ".join(f"{count.what} {count.done}/{count.total}" for count in counts if count.done < count.total > 1)
 
@@ -196,11 +206,11 @@ StepStatus = Callable[[], tuple[float, str] | None]
 def show_progress(
     status: StepStatus, line: Callable[[str], None], live: Callable[[str], None] | None
 ) -> Iterator[None]:
-    """While the block runs, print the status of long steps from a separate thread.
+    """Print the status of long steps from a separate thread, while the `with` block runs.
 
     Args:
         status: returns the current status.
-        line: prints a line. It is called at increasing intervals.
+        line: prints a line. It is called at increasing intervals, and only if `live` is None.
         live: prints a line that replaces the previous live line. It is None if the output is not a terminal.
     """
     done = threading.Event()

@@ -1,13 +1,14 @@
-"""Alarms for degrading runs. Each alarm warns once, with figures and a remedy.
+"""Alarms for a run that degrades. Each alarm warns once, with numbers and a remedy.
 
 Lower entropy, shorter answers and more agreement with the teacher are normal in training if the reward also rises. In a
 collapse, the reward does not rise. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue
 20). In another known failure of on-policy distillation, answers grow to the length limit (arXiv 2604.08527).
 
-An alarm is given if a change is large, is significant compared with the noise between steps (`significance`), and is
-present in both halves of the last window. The alarm for samples of old weights has fixed limits and does not depend on
-the reward, because the importance weights of a few sequences dominate an update before the reward falls (arXiv
-2602.17616).
+An alarm is given if a change meets three conditions. It is large, it is significant compared with the noise between
+steps (`significance`), and it is present in both halves of the last window.
+
+The alarm for samples of old weights has fixed limits and does not depend on the reward. The reason is that the
+importance weights of a few sequences dominate an update before the reward falls (arXiv 2602.17616).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ STDERR = "critic/score/stderr"
 
 @dataclass(frozen=True)
 class Remedies:
-    """Advice for alarms: clauses that name configuration keys."""
+    """Advice for alarms. Each piece of advice is a clause that names configuration keys."""
 
     slower: Sequence[str] = ()  # advice in addition to a lower learning rate
     shorter: Sequence[str] = ()  # advice against truncated answers
@@ -61,19 +62,19 @@ class Remedies:
         return _listed(["raise response_length", *self.shorter, "lower learning_rate"])
 
     def against_staleness(self) -> str:
-        """Return the advice against samples of weights that differ much from the student's."""
+        """Return the advice against samples from weights that differ much from the student's."""
         return _listed([*self.fresher, "lower learning_rate"])
 
 
 @dataclass
 class _Series:
-    """The values of several metrics. Only steps that have all of these metrics are included."""
+    """The values of several metrics over the steps. Steps that lack one of these metrics are left out."""
 
     names: tuple[str, ...]
     rows: list[list[float]] = field(default_factory=list)
 
     def add(self, metrics: Mapping[str, float | None]) -> bool:
-        """Append the values of a step if it has every metric. Return whether the values were appended."""
+        """Add the values of a step if it has all of the metrics. Return whether they were added."""
         values = [_finite(metrics.get(name)) for name in self.names]
         given = [value for value in values if value is not None]
         if len(given) < len(self.names):
@@ -82,15 +83,20 @@ class _Series:
         return True
 
     def values(self) -> np.ndarray:
-        """Return f64 [metrics, steps]."""
+        """Return the values, f64 [metrics, steps]."""
         return np.array(self.rows).T
 
 
 class DivergenceAlarm:
-    """Compares the last steps of a run with earlier steps. Each alarm is returned only once."""
+    """Compares the last steps of a run with earlier steps. Each alarm is given only once."""
 
     def __init__(self, *, is_itself: bool, remedies: Remedies | None = None) -> None:
-        """Set `is_itself` if a teacher has the student's weights. Agreement with this teacher is then not progress."""
+        """Create the alarms.
+
+        Args:
+            is_itself: whether a teacher has the student's weights. Agreement with such a teacher is not progress.
+            remedies: the advice that the warnings give.
+        """
         self._is_itself, self._remedies = is_itself, remedies or Remedies()
         self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
         self._rewards, self._truncated = _Series((REWARD,)), _Series((TRUNCATED, LENGTH))
@@ -100,7 +106,7 @@ class DivergenceAlarm:
         self._steps, self._untested = 0, set[str]()
 
     def after(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """Add the metrics of a step and return new warnings. The value None stands for a value that is not finite."""
+        """Add the metrics of a step, and return new warnings. A metric that is not finite may be given as None."""
         measured = {name for name, series in self._series.items() if series.add(metrics)}
         if self._rewards.add(metrics):
             measured.add(REWARD)
@@ -142,7 +148,7 @@ class DivergenceAlarm:
                     yield name, f"{name}: {_COLLAPSED[name](change, reward_text)}; {self._remedies.against_collapse()}"
 
     def _reward(self) -> str:
-        """Return a warning if the reward has lost part of an earlier gain, otherwise an empty string."""
+        """Return a warning if the reward has lost part of an earlier gain, otherwise ""."""
         steps = len(self._rewards.rows)
         if not is_due(steps):
             return ""
@@ -158,7 +164,10 @@ class DivergenceAlarm:
         )
 
     def _staleness(self) -> str:
-        """Return a warning if the student differs much from the weights that sampled the last sequences, else ""."""
+        """Return a warning if the samples are from weights that differ much from the student's, otherwise "".
+
+        Only the last `ESS_WINDOW` steps are considered.
+        """
         shares, kl = self._effective.values()[:, -ESS_WINDOW:]
         effective = float(np.exp(np.log(np.maximum(shares, TINY)).mean()))
         if len(shares) < ESS_WINDOW or effective >= MIN_ESS or kl.mean() <= MIN_KL:
@@ -171,9 +180,9 @@ class DivergenceAlarm:
         )
 
     def _truncation(self) -> str:
-        """Return a warning if answers have become longer and more answers are truncated, otherwise "".
+        """Return a warning if answers have become longer and more of them are truncated, otherwise "".
 
-        The reward is not considered.
+        This alarm does not consider the reward.
         """
         values = self._truncated.values()
         steps = values.shape[1]
@@ -197,7 +206,7 @@ class DivergenceAlarm:
         )
 
     def _reward_shift(self) -> Shift | None:
-        """Compare the reward of the first and of the last steps. Return None if there are too few steps.
+        """Return the change of the reward from the first to the last steps, or None if there are too few steps.
 
         Each window has a quarter of the steps, but at least `WINDOW` and at most `MAX_WINDOW` steps.
         """
@@ -211,7 +220,7 @@ def _is_significant(change: Shift, steps: int) -> bool:
 
 
 def _is_collapse(name: str, change: Shift) -> bool:
-    """Return whether a change is large enough for a collapse in both halves of the last window."""
+    """Return whether a change is as large as in a collapse, in both halves of the last window."""
     first, least = float(change.first[0]), float(change.least[0])
     if name == ENTROPY:
         return 0 <= least < MIN_ENTROPY * first
@@ -237,12 +246,12 @@ _COLLAPSED = {
 
 
 def _change(values: np.ndarray, window: int) -> Shift | None:
-    """Compare the last window with the first window. Return None if there are too few steps."""
+    """Return the change from the first window to the last window, or None if there are too few steps."""
     return shift(values, window) if values.shape[1] >= 2 * window else None
 
 
 def _lowest_window(values: np.ndarray, window: int) -> int:
-    """Return the index of the first value of the window with the lowest mean."""
+    """Return the index at which the window with the lowest mean starts."""
     return int(np.convolve(values, np.ones(window), "valid").argmin())
 
 
@@ -251,6 +260,6 @@ def _finite(value: float | None) -> float | None:
 
 
 def _listed(clauses: Sequence[str]) -> str:
-    """Return clauses as a text: `a, b or c`."""
+    """Return the clauses as one text, such as `a, b or c`."""
     *others, last = clauses
     return f"{', '.join(others)} or {last}" if others else last

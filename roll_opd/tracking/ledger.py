@@ -1,13 +1,15 @@
-"""The ledger of a run's prompts has a row per step with the draws that were trained on or filtered out.
+"""The ledger of a run: one row per step, with the draws that the step trained on or filtered out.
 
-A draw is a position in the run's sequence of prompts, over all epochs: a prompt that is read in two epochs has two
-draws. The rows form a checksum chain: the checksum of a row covers the row and the checksum of the previous row, so a
+A draw is a position in the run's sequence of prompts, counted over all epochs. A prompt that is read in two epochs has
+two draws. Each draw occurs in at most one row, either as trained or as filtered. Draws that are not yet in any row are
+in flight.
+
+The rows form a checksum chain: the checksum of a row covers this row and the checksum of the previous row. Therefore a
 changed, missing or reordered row breaks the chain. A resume removes the rows after the checkpoint, and the resumed run
 writes these rows again.
 
-Each draw occurs in at most one row, either as trained or as filtered. Draws that are not yet in any row are in flight.
-If generation runs ahead of training, a row also has the versions of the weights that sampled each trained draw. With
-these versions, the run can be repeated in the same order.
+If generation runs ahead of training, each row also stores which weight versions sampled each trained draw. With these
+versions, the run can be repeated in the same order.
 """
 
 import json
@@ -22,12 +24,10 @@ STATE = "run_state.json"
 
 
 def audit(run: Path) -> tuple[dict[str, int], list[str]]:
-    """Return (counts, errors) of a run's ledger.
+    """Check the ledger of a run and return (counts, errors).
 
-    Each draw must be trained or filtered exactly once.
-
-    Checkpoints must have the position in the data that the ledger implies. Raises FileNotFoundError if there is no
-    ledger.
+    The errors are: a draw in more than one row, a broken checksum chain, a draw sampled with weights of a later step,
+    and a checkpoint whose data position differs from the ledger. Raises FileNotFoundError if there is no ledger.
     """
     if not (run / LEDGER).is_file():
         raise FileNotFoundError(f"{run / LEDGER} does not exist: only runs with a rollout have a ledger")
@@ -63,7 +63,7 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def _done(state: dict[str, Any]) -> set[int]:
-    """Return the draws that the state of a checkpoint counts as trained or filtered."""
+    """Return the draws that a checkpoint counts as trained or filtered. `state` is the run state of the checkpoint."""
     source = state["source"]
     position = source["taken"] if "taken" in source else sum(stream["taken"] for stream in source["streams"])
     return {*range(position), *source.get("passed", ())}
@@ -72,9 +72,13 @@ def _done(state: dict[str, Any]) -> set[int]:
 def _of_checkpoint(
     step: int, state: dict[str, Any], rows: Sequence[dict[str, Any]], earlier: Collection[int]
 ) -> list[str]:
-    """Return an error if the position of a checkpoint in the data differs from the ledger, otherwise an empty list.
+    """Return a list with one error if the data position of a checkpoint differs from the ledger, else an empty list.
 
-    `earlier` has the draws that were done before the ledger begins.
+    Args:
+        step: step of the checkpoint.
+        state: run state of the checkpoint.
+        rows: rows of the ledger.
+        earlier: draws that were trained or filtered before the ledger begins.
     """
     done = _done(state)
     known = {draw for row in rows if row["step"] <= step for fate in FATES for draw in row[fate]} | set(earlier)

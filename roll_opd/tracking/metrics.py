@@ -1,8 +1,9 @@
 """Metrics of distillation, rewards and validation, and a collector that reduces named values over a step.
 
-`docs/metrics.md` lists every name. Metrics that also exist in ROLL have the same names. Token statistics include only
-action tokens. The statistics of a teacher do not include samples without log-probs of this teacher. Legend for array
-axes: K is the number of action tokens of all samples.
+`docs/metrics.md` lists every name. Metrics that also exist in ROLL have the same names.
+
+Token statistics include only action tokens. The statistics of a teacher do not include samples without log-probs of
+this teacher. In array shapes, K is the number of action tokens of all samples.
 """
 
 import math
@@ -30,16 +31,17 @@ LOG_RATIO_LIMIT = 10.0  # bounds the weight of a single token in the mean `opd/p
 
 
 class Metrics:
-    """Collects values by name; each name has one reduction."""
+    """Collects values by name. Each name has one reduction, such as the mean."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[np.ndarray]] = {}
         self._reductions: dict[str, str] = {}
 
     def add(self, name: str, values: float | Sequence[float] | np.ndarray, reduction: str = "mean") -> None:
-        """Add one or several values. A suffix of the name such as `@sum` is its reduction.
+        """Add one value or several values.
 
-        Raises `ValueError` for an unknown reduction, or if the name was added with a different reduction.
+        A suffix of the name, such as `@sum`, sets the reduction. Raises `ValueError` for an unknown reduction, or if
+        the name was added earlier with a different reduction.
         """
         name, _, suffix = name.partition("@")
         reduction = suffix or reduction
@@ -53,14 +55,14 @@ class Metrics:
         self._values.setdefault(name, []).append(np.atleast_1d(np.asarray(values, dtype=np.float64)).ravel())
 
     def update(self, metrics: dict[str, float]) -> None:
-        """Add every item of a dict; names may have a reduction suffix."""
+        """Add every item of a dict. A name may have a suffix that sets the reduction (see `add`)."""
         for name, value in metrics.items():
             self.add(name, value)
 
     def reduce(self) -> dict[str, float]:
         """Return one number per name.
 
-        The names are in the order in which they were first added. Names without a value are omitted.
+        The names have the order in which they were first added. Names without a value are omitted.
         """
         joined = {name: np.concatenate(parts) for name, parts in self._values.items()}
         return {name: REDUCTIONS[self._reductions[name]](values) for name, values in joined.items() if values.size}
@@ -69,7 +71,7 @@ class Metrics:
 def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequence[str]) -> dict[str, float]:
     """Reduce `values` with each reduction in `kinds`.
 
-    Return `prefix/kind` -> result, or an empty dict without values.
+    Return a dict from `prefix/kind` to the result. The dict is empty if there are no values.
     """
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
@@ -85,7 +87,8 @@ def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequenc
 class _Scored:
     """Student and teacher log-probs of one (sample, teacher) pair. All arrays have the shape [T-P].
 
-    The mask is False at action tokens for which the teacher has no log-prob.
+    `action_mask` is False at tokens that are not action tokens, and at action tokens for which the teacher has no
+    log-prob.
     """
 
     teacher: str
@@ -98,9 +101,9 @@ class _Scored:
 def opd_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics of a step's samples: distillation, external reward, lengths and train/inference mismatch.
 
-    The student's log-probs are `old_logprobs`, or `rollout_logprobs` if they were not recomputed. Every pair (sample,
-    teacher) counts once. A metric with denominator 0 is left out. Raises `ValueError` if log-probs and response differ
-    in length.
+    The student's log-probs are `old_logprobs`, or `rollout_logprobs` if they were not recomputed. Every (sample,
+    teacher) pair counts once. A metric whose denominator is 0 is left out. Raises `ValueError` if the number of
+    log-probs differs from the length of the response.
     """
     pairs = [pair for experience in experiences for pair in _scored(experience)]
     metrics = _distillation(pairs)
@@ -111,7 +114,7 @@ def opd_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def distillation_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `opd/*` of samples, or an empty dict if no sample has teacher log-probs.
+    """Return the metrics `opd/*` of samples. The dict is empty if no sample has teacher log-probs.
 
     The samples may come from a rollout or from a data set.
     """
@@ -131,7 +134,7 @@ def _scored(experience: Sample) -> Iterable[_Scored]:
 
 
 def _action_values(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate the arrays [T-P] and return the values of the action tokens, f64 [K]."""
+    """Concatenate arrays of shape [T-P], and return the values at the action tokens, f64 [K]."""
     if not logprobs:
         return np.zeros(0)
     joined, mask = np.concatenate(logprobs), np.concatenate(masks)
@@ -139,7 +142,10 @@ def _action_values(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) 
 
 
 def _checked(experience: Sample, logprobs: np.ndarray | None, whose: str) -> np.ndarray:
-    """Return the log-probs [T-P]; raise `ValueError` if they are missing or differ in length from the response."""
+    """Check the log-probs of a sample and return them, [T-P].
+
+    Raises `ValueError` if the log-probs are missing, or if their number differs from the length of the response.
+    """
     if logprobs is None:
         raise ValueError(f"sample {experience.id}: no log-probs of the {whose}")
     if not len(logprobs) == len(experience.action_mask) == experience.response_length:
@@ -178,12 +184,18 @@ def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
 
 
 def _exp(values: np.ndarray) -> np.ndarray:
-    """Return exp(values), computed in place."""
+    """Compute exp(values) in place and return it."""
     return np.exp(values, out=values)
 
 
 def _groups(prefix: str, names: Sequence[str], reverse_kl: np.ndarray, masks: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the mean of `reverse_kl`, f64 [K], for each distinct name. `names` has one name per sample."""
+    """Return the mean reverse KL of each distinct name, such as each teacher.
+
+    Args:
+        names: one name per sample.
+        reverse_kl: f64 [K].
+        masks: action mask of each sample.
+    """
     if len(set(names)) == 1:
         return statistics(f"{prefix}/{names[0]}/reverse_kl", reverse_kl, ("mean",))
     groups: dict[str, list[np.ndarray]] = {}
@@ -208,7 +220,7 @@ def _rewards(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _by_prompt(experiences: Iterable[Sample]) -> dict[str, list[float]]:
-    """Return the rewards of each prompt's samples; samples without a reward are left out."""
+    """Return the rewards of each prompt's samples. Samples without a reward are left out."""
     found: dict[str, list[float]] = {}
     for experience in experiences:
         if experience.reward is not None:
@@ -217,10 +229,11 @@ def _by_prompt(experiences: Iterable[Sample]) -> dict[str, list[float]]:
 
 
 def mean_stderr(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the mean over all values; values in different groups (at least two) are independent.
+    """Return the standard error of the mean over all values. There must be at least two groups.
 
-    Rewards of one prompt's samples are correlated, so a step has as many observations as prompts (Cochran,
-    Sampling Techniques, eq. 11.29: cluster sampling, ratio estimate).
+    Values of different groups are independent. Values of one group, such as the rewards of one prompt's samples, may be
+    correlated. Therefore each group counts as one observation (Cochran, Sampling Techniques, eq. 11.29: cluster
+    sampling, ratio estimate).
     """
     sums, counts = (np.array([measure(group) for group in groups], dtype=np.float64) for measure in (sum, len))
     residuals = sums - counts * (sums.sum() / counts.sum())
@@ -243,9 +256,9 @@ def _lengths(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return metrics of the difference between the log-probs of the inference engine and of the training engine.
+    """Return metrics of the difference between the log-probs of the inference engine and those of the training engine.
 
-    Both engines compute the log-probs with the same weights and for the same tokens.
+    Both engines compute the log-probs of the same tokens with the same weights.
     """
     both = [item for item in experiences if item.old_logprobs is not None]
     masks = [item.action_mask for item in both]
@@ -255,19 +268,22 @@ def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str, float]:
-    """Return validation metrics over all held-out prompts and for each tag. Each prompt has `samples` (k) answers.
+    """Return validation metrics over all held-out prompts, and for each tag. Each prompt has `samples` (k) answers.
 
-    Samples of a prompt share a `group_id`. Samples without a reward do not count. An episode of several steps counts as
-    one sample. The reward of the episode is the mean over its steps, or the sum if each step has a separate reward, as
-    in a game.
+    The samples of a prompt share a `group_id`. Samples without a reward do not count. An episode of several steps
+    counts as one sample. Its reward is the mean over its steps. If each step has a separate reward, as in a game, its
+    reward is the sum over its steps.
 
-    `val_correct/<tag>/mean` is the mean reward, and `val_correct/<tag>/stderr` is its standard error over prompts. The
-    mean reward is an accuracy if every reward is 0 or 1. Otherwise the metrics `val/reward/max` (`GRADED`) and
-    `val/reward/min` are returned too.
+    `val_correct/<tag>/mean` is the mean reward, and `val_correct/<tag>/stderr` is its standard error over prompts. If
+    every reward is 0 or 1, the mean reward is an accuracy. Otherwise the metrics `val/reward/max` (`GRADED`) and
+    `val/reward/min` are also returned.
 
-    If k > 1, two more kinds of metrics are computed over the prompts with k rewards. `avg@k` is the mean fraction of
-    correct answers, whose reward is at least `RIGHT`. `pass@j` is the probability that at least one of j answers is
-    correct if the j answers are drawn without replacement. It is computed for all powers of two below k and for k.
+    If k > 1, two more metrics are computed over the prompts with k rewards. An answer is correct if its reward is at
+    least `RIGHT`.
+
+    - `avg@k` is the mean fraction of correct answers.
+    - `pass@j` is the probability that at least one of j answers is correct if the j answers are drawn without
+      replacement. It is computed for j = k and for each power of two below k.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     runs = one_a_run(experiences, returns=True)
@@ -295,10 +311,15 @@ def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str,
 
 
 def pass_at(draws: int, samples: int, right: int) -> float:
-    """Return the unbiased pass@k of one prompt, 1 - C(n-c, k) / C(n, k), for k draws from n samples with c right.
+    """Return the unbiased pass@k of one prompt, 1 - C(n-c, k) / C(n, k).
 
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises `ValueError` unless
-    1 <= draws <= samples and 0 <= right <= samples.
+    This is equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code". Raises `ValueError`
+    unless 1 <= draws <= samples and 0 <= right <= samples.
+
+    Args:
+        draws: k.
+        samples: n, the number of answers of the prompt.
+        right: c, the number of correct answers.
     """
     if not (1 <= draws <= samples and 0 <= right <= samples):
         raise ValueError(f"pass@{draws} is not defined for {samples} samples with {right} right samples")

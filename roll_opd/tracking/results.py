@@ -1,4 +1,4 @@
-"""Texts printed at the end of a run: the table of results, times by phase, and a script that loads the model."""
+"""Texts printed at the end of a run: a table of results, times by phase, and a script that loads the model."""
 
 import json
 import math
@@ -38,9 +38,10 @@ RULE = 74  # characters
 
 
 def before_after_table(summary: Mapping[str, Any]) -> str:
-    """Return the table of first and last results from `summary.json`, with a row for each measured quantity.
+    """Return a table that compares the first and last results in `summary.json`. Each measured quantity has a row.
 
-    A missing value is shown as a dash. The ratio to the first value is left out if the settings changed.
+    A missing value is shown as a dash. If settings changed during the run, a note replaces the ratio to the first
+    value.
     """
     teacher = summary.get("teacher_val_reward", summary.get("teacher_val_accuracy"))
     rows = []
@@ -76,9 +77,9 @@ def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) ->
 
 
 def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
-    """Return a text with the numbers of steps and tokens, the wall time, and the parts of the wall time.
+    """Return a text with the number of steps, the number of tokens, and the wall time with its parts.
 
-    The values are those of `summary.json`.
+    All values come from `summary.json`. `short` maps the name of a phase to a shorter name.
     """
     counts = {what: summary.get(f"{what}_tokens") for what in ("generated", "learned")}
     if counts["learned"] == counts["generated"]:  # the usual case
@@ -108,12 +109,10 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
 
 
 def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequence[str]:
-    """Return a script that loads the model in `directory` with transformers and with vLLM.
+    """Return the lines of a script that loads the model in `directory` with transformers and with vLLM.
 
-    The script works with and without a GPU.
-
-    It generates an answer to the beginning of `prompt`. If `is_chat` is set, the prompt is rendered with the model's
-    chat template.
+    The script works with and without a GPU. It generates an answer to the beginning of `prompt`. If `is_chat` is set,
+    the prompt is rendered with the model's chat template.
     """
     path = json.dumps(str(directory), ensure_ascii=False)  # quotes and escapes
     generate = 'llm.chat([{"role": "user", "content": prompt}])' if is_chat else "llm.generate(prompt)"
@@ -137,7 +136,12 @@ def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequ
 
 
 def _literal(text: str, columns: int) -> str:
-    """Return `text` as a Python string literal that is at most `columns` wide. A longer text is cut between words."""
+    """Return `text` as a Python string literal that is at most `columns` wide. A longer text is cut between words.
+
+    Args:
+        text: any text. White space at both ends is dropped.
+        columns: maximum width, including the quotes.
+    """
     text, shown, width = text.strip(), "", 2  # the quotes
     for place, character in enumerate(text):
         written = _escaped(character)
@@ -166,7 +170,7 @@ def phase_split(metrics: Mapping[str, float], seconds: float, count: int, short:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as `45s`, `4m12s`, `1h05m` or `2d03h`."""
+    """Return a duration as text, for example `45s`, `4m12s`, `1h05m` or `2d03h`."""
     whole = round(max(0.0, seconds))
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -179,7 +183,7 @@ def duration(seconds: float) -> str:
 
 
 def count_of(value: float) -> str:
-    """Return a count in at most five characters: 950, 10.2k, 3.4M."""
+    """Return a count as text, for example `950`, `10.2k` or `3.4M`."""
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= scale:
             return f"{value / scale:.1f}{suffix}"
@@ -191,7 +195,10 @@ def _number(value: float | None) -> str:
 
 
 def _ratio(value: float | None, base: float | None, of: str, stderr: float | None = None) -> str:
-    """Return `0.95 of teacher`, with two standard errors if known: `0.95±.03 of teacher`."""
+    """Return the ratio of `value` to `base` as text, for example `0.95 of teacher`.
+
+    If the standard error is known, two standard errors are added: `0.95±.03 of teacher`.
+    """
     if value is None or not base:
         return ""
     bounds = f"±{f'{2 * stderr:.2f}'.lstrip('0')}" if stderr else ""
@@ -219,9 +226,9 @@ HARMLESS = re.compile(
 
 
 def changed_settings(parts: Any) -> str:
-    """Return why metrics of the run's `parts` are not comparable, or "" if they are comparable.
+    """Return why the metrics of a run's parts cannot be compared, or "" if they can be compared.
 
-    The parts are stored in `summary.json`.
+    `parts` is the list of parts in `summary.json`, each with the settings that changed at its start.
     """
     later = parts[1:] if isinstance(parts, Sequence) and not isinstance(parts, str) else ()
     changes = [part.get("changed") if isinstance(part, dict) else None for part in later]

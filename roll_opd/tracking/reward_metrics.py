@@ -14,9 +14,9 @@ MAX_REASON_LENGTH = 40  # maximum characters of a reason in a metric's name
 
 
 def reward_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `reward/<domain>/...` of all samples with a reward domain.
+    """Return the metrics `reward/<domain>/...` of all samples that have a reward domain.
 
-    The result is empty if no sample has a reward domain.
+    The dict is empty if no sample has a reward domain.
     """
     domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
     found: dict[str, float] = {}
@@ -55,9 +55,9 @@ def _metric_part(text: str) -> str:
 
 
 def _most_common(counts: Counter[str]) -> dict[str, int]:
-    """Return the counts of the most common reasons, and the sum of the counts of all other reasons.
+    """Return the counts of the most common reasons, and one sum for all other reasons.
 
-    The number of reasons is limited, because every reason becomes a metric with a separate chart.
+    The number of reasons is limited, because every reason becomes a metric with its own chart.
     """
     common = dict(counts.most_common(MAX_REASONS))
     others = counts.total() - sum(common.values())

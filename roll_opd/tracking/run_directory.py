@@ -1,8 +1,10 @@
-"""The run directory: paths of its files, a lock, atomic writes, and JSON Lines files that stay readable after a kill.
+"""The run directory: paths of its files, a lock, atomic writes, and JSON Lines files that survive a kill.
 
-`<output_dir>/<exp_name>/<run id>/` holds a run, and `<output_dir>/<exp_name>/latest` links to the newest run. The
-driver locks the directory, because a second driver would truncate the files of the first. A kill may leave an
-incomplete last line in a JSON Lines file. A resume truncates the JSON Lines files to the resumed step.
+The directory of a run is `<output_dir>/<exp_name>/<run id>/`. The link `<output_dir>/<exp_name>/latest` points to the
+newest run. The driver locks the directory, because a second driver would truncate the files of the first driver.
+
+A kill may leave an incomplete last line in a JSON Lines file. A resume truncates the JSON Lines files to the resumed
+step.
 """
 
 import errno
@@ -45,7 +47,7 @@ STEP_FILES = (METRICS, SAMPLES, PROMPTS, LEDGER, SKIPPED_SAMPLES, VALIDATION_SAM
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Directory of one run; opened by `create` or `resume`."""
+    """Directory of one run. `create` makes a new directory, and `resume` opens an existing one."""
 
     path: Path
     # directories that `create` made: `path` and its new parents, innermost first
@@ -54,7 +56,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output_dir: str | Path, exp_name: str) -> "RunDirectory":
-        """Make the directory `<output_dir>/<exp_name>/<run id>` with a new id, and point `latest` at it.
+        """Make the directory `<output_dir>/<exp_name>/<run id>` with a new run id, and point `latest` to it.
 
         Raises `OSError` if the directory cannot be written, and `FileExistsError` if `latest` is not a link.
         """
@@ -67,16 +69,16 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: str | Path, step: int) -> "RunDirectory":
-        """Reopen a run, truncate its `STEP_FILES` to rows up to `step`, and point `latest` at it.
+        """Reopen a run to continue it after step `step`, and point `latest` to it.
 
-        Checkpoints of later steps are renamed, since they no longer belong to this run's history. Raises
-        `FileNotFoundError` if the directory does not exist.
+        Rows of later steps are removed from all `STEP_FILES`. Checkpoints of later steps are renamed, because they no
+        longer belong to the history of this run. Raises `FileNotFoundError` if the directory does not exist.
         """
         path = Path(path).resolve()
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run at {path} to resume")
-        # renamed before the logs are cut: otherwise, after a kill in between, a resume would find a checkpoint of steps
-        # that the logs lack
+        # renamed before the logs are truncated: after a kill between the two, a resume must not find a checkpoint whose
+        # steps are missing in the logs
         aside = [_set_aside(later) for saved, later in checkpoints_of(path).items() if saved > step]
         run = cls(path, set_aside=tuple(aside))
         for name in STEP_FILES:
@@ -86,13 +88,13 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has a checkpoint or metrics (metrics of step 0 count)."""
+        """Whether the run has a checkpoint or a file of metrics. Metrics of step 0 also count."""
         return self.metrics_file.exists() or bool(checkpoints_of(self.path))
 
     def discard(self) -> None:
-        """Remove a run without results and the directories that were made for it.
+        """Remove a run without results, and the parent directories that `create` made for it.
 
-        Point `latest` at the previous run.
+        `latest` then points to the previous run.
         """
         shutil.rmtree(self.path, ignore_errors=True)
         earlier = self.runs(self.path.parent.parent, self.path.parent.name)
@@ -106,7 +108,7 @@ class RunDirectory:
 
     @staticmethod
     def runs(output_dir: str | Path, exp_name: str) -> list[Path]:
-        """Return the run directories of an experiment, newest first."""
+        """Return the run directories of an experiment, from the newest to the oldest."""
         parent = Path(output_dir) / exp_name
         if not parent.is_dir():
             return []
@@ -134,7 +136,7 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
-        """Return the path of the checkpoint of `step`; it need not exist."""
+        """Return the path of the checkpoint of `step`. The checkpoint need not exist."""
         return self.checkpoints / f"{STEP}{step}"
 
     def write_config(self, yaml: str) -> None:
@@ -151,22 +153,22 @@ class RunDirectory:
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
     def write_preflight(self, teacher: str, rows: list[dict[str, str]]) -> None:
-        """Store the preflight results of a teacher, even if the preflight then stops the run."""
+        """Store the preflight results of a teacher. They are stored even if the preflight then stops the run."""
         write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), teacher: rows}, indent=2) + "\n")
 
     def read_preflight(self) -> dict[str, Any]:
-        """Return teacher -> stored preflight results, or an empty dict if no results are stored."""
+        """Return a dict from teacher to stored preflight results. The dict is empty if no results are stored."""
         file = self.path / PREFLIGHT
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def append_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append `rows` to the file `name`, one JSON object per line; either all rows are written or none.
+        """Append `rows` to the file `name`, one JSON object per line. Either all rows are written or none.
 
-        Raises `OSError` if a row cannot be written, as on a full disk.
+        Raises `OSError` if a row cannot be written, for example on a full disk.
         """
         text = "".join(f"{to_json(row)}\n" for row in rows)
         rest = text.encode(errors="backslashreplace")  # half of a surrogate pair is escaped as in JSON
-        with (self.path / name).open("ab", buffering=0) as file:  # `close` would write a buffer again
+        with (self.path / name).open("ab", buffering=0) as file:  # `close` would write the buffer again
             end = file.tell()
             try:
                 while rest:
@@ -186,14 +188,17 @@ class RunDirectory:
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run directory, including incomplete ones, in descending order of steps."""
+    """Return a dict from step to checkpoint path, in descending order of steps.
+
+    Incomplete checkpoints are included.
+    """
     names = {path: path.name.removeprefix(STEP) for path in (run / CHECKPOINTS).glob(f"{STEP}*")}
     found = {int(name): path for path, name in names.items() if name.isdecimal()}
     return dict(sorted(found.items(), reverse=True))
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint so that a resume does not find it; return the new path."""
+    """Rename a checkpoint so that a resume does not find it. Return the new path."""
     places = (checkpoint.with_name(f"{SUPERSEDED}{checkpoint.name}.{number}") for number in itertools.count(1))
     place = next(place for place in places if not place.exists())
     os.replace(checkpoint, place)
@@ -244,14 +249,14 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Remove the rows of steps after `step`. Rows without a step are kept. The file is replaced atomically."""
+    """Remove the rows of all steps after `step`. Rows without a step are kept. The file is replaced atomically."""
     if path.exists():
         kept = [row for row in read_jsonl(path) if row.get("step", step) <= step]
         write_atomic(path, "".join(f"{to_json(row)}\n" for row in kept))
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically: after a kill, the file has the old or the new content."""
+    """Write `text` to `path` atomically, so that after a kill the file has either the old or the new content."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -275,7 +280,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 def lock_run(run: Path) -> Iterator[None]:
     """Hold the lock of `run` inside the block. Raises `ConfigError` if another process holds the lock.
 
-    The kernel releases the lock when the process ends, however it ends.
+    The kernel releases the lock when the process ends, even after a kill. On a file system without locks, nothing is
+    locked.
     """
     with open(run / LOCK, "a+", encoding="utf-8") as file:
         try:
@@ -297,7 +303,7 @@ def lock_run(run: Path) -> Iterator[None]:
 
 
 class Ledger:
-    """Appends rows to the ledger of a run; a resumed run continues the checksum chain."""
+    """Appends rows to the ledger of a run. A resumed run continues the checksum chain."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -307,11 +313,14 @@ class Ledger:
     def append(
         self, step: int, trained: Sequence[int], filtered: Sequence[int], versions: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Append the row of a step, with its trained and filtered draws.
+        """Append the row of a step.
 
-        For each trained draw, `versions` has the oldest and the newest version of the weights that sampled the draw.
+        Raises OSError if the row cannot be written (see `RunDirectory.append_jsonl`).
 
-        Raises OSError like `RunDirectory.append_jsonl`.
+        Args:
+            trained: draws that the step trained on.
+            filtered: draws that were filtered out.
+            versions: (oldest, newest) weight version that sampled each trained draw.
         """
         row: dict[str, Any] = {"step": step, "trained": list(trained), "filtered": list(filtered)}
         row |= {VERSIONS: [list(pair) for pair in versions]} if versions else {}
@@ -320,6 +329,6 @@ class Ledger:
 
 
 def ledger_checksum(row: Mapping[str, Any], before: int) -> int:
-    """Return the CRC-32 of a ledger's row; `before` is the checksum of the previous row."""
+    """Return the CRC-32 of a row of the ledger. `before` is the checksum of the previous row."""
     content = [row["step"], *(row[fate] for fate in FATES), *([row[VERSIONS]] if VERSIONS in row else [])]
     return zlib.crc32(json.dumps(content).encode(), before)

@@ -7,7 +7,10 @@ SECRETS = ("api_key", "token", "password", "secret", "authorization")  # endings
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without secret keys such as `api_key`, and without copies of their values elsewhere."""
+    """Return a configuration without secret keys such as `api_key`.
+
+    Any other entry whose value equals the value of a secret key is also removed.
+    """
     return _without(values, frozenset(_secrets(values)))
 
 
@@ -16,7 +19,7 @@ def is_secret(key: Any) -> bool:
 
 
 def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
-    """Yield the values of secret keys."""
+    """Yield the values of all secret keys. If `secret` is set, all strings in `value` are secret."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _secrets(item, secret or is_secret(key))

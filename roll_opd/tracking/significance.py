@@ -1,12 +1,15 @@
-"""Statistical tests on noisy series of one value per training step: lost gains and lasting shifts.
+"""Statistical tests on noisy series with one value per training step: lost gains and lasting shifts.
 
-All functions are pure and take several series, f64 [R, T]. Legend for array axes: R is the number of runs, T the number
-of steps so far, M the number of lengths of the last window, and L the number of lengths of the best window. A best
-window ends where the last window starts.
+All functions are pure and take several series, f64 [R, T]. The letters in array shapes are:
+
+- R: number of runs.
+- T: number of steps so far.
+- M: number of lengths of the last window.
+- L: number of lengths of the best window. A best window ends where the last window starts.
 
 Both tests compare the means of two windows and express the difference in standard errors. A run is tested with many
-pairs of windows and after many steps. The limits `least_evidence` and `threshold` account for all of these tests;
-`benchmarks/reward_alarm.py` derives `least_evidence` by simulation and compares the test with the most powerful test.
+pairs of windows and after many steps. The limits `least_evidence` and `threshold` take all of these tests into account.
+`benchmarks/reward_alarm.py` derives `least_evidence` by simulation, and compares the test with the most powerful test.
 """
 
 import math
@@ -23,29 +26,29 @@ PRIOR = 0.7  # V / (1 + V) for a fall with a normal prior of variance V, in squa
 FREEDOM = 2 / 3  # degrees of freedom per step of the mean squared difference of neighbours
 GAIN_ERRORS = 2.0  # a gain is significant from this many standard errors on
 LOST = 0.25  # fraction of a gain that must be lost; low, as the last window also has steps of the fall
-RECOVERED = 2.0  # by this factor, a fall must exceed the deepest earlier fall that was followed by a recovery
+RECOVERED = 2.0  # a fall must exceed the deepest earlier fall with a recovery by this factor
 VALLEY_ERRORS = 3.2  # a fall with a recovery counts from this many standard errors on
 # log likelihood ratio at `FIRST_STEP`, and its increase per doubling of the steps
 EVIDENCE, EVIDENCE_PER_DOUBLING = 2.5, 0.5
 # threshold of a shift; with the two corrections below, 0.3 % of runs without a change exceed it at 30 to 500 steps
 STANDARD_ERRORS = 4.4
 FEW_STEPS = 6.0  # the threshold is larger by the factor 1 + FEW_STEPS / T: few steps give a poor estimate of the noise
-# from this step on, the threshold grows by this fraction per doubling of the steps, as there are more tests
+# from `TESTS_FROM` steps on, the threshold grows by this fraction per doubling of the steps: there are more tests
 MORE_TESTS, TESTS_FROM = 0.06, 100
 # steps of a block, as a fraction of all steps and with bounds; means over blocks show correlated noise
 BLOCK_SHARE, SHORTEST_BLOCK, LONGEST_BLOCK = 1 / 20, 4, 25
 BLOCKS = 15  # fewest blocks of a series tested for correlation; in shorter series, turns and jumps dominate
-# only this fraction of the squares, the smallest, is used; the mean of this part of a chi-squared distribution with 1
+# only the smallest squares are used, this fraction of all; the mean of this part of a chi-squared distribution with 1
 # degree of freedom
 KEPT, KEPT_MEAN = 0.65, 0.259
-BY_CHANCE = 5.0  # 2.5 % of white series exceed the ratio of variances 1 + BY_CHANCE * sqrt(block / T)
+BY_CHANCE = 5.0  # for 2.5 % of white-noise series, the ratio of variances is above 1 + BY_CHANCE * sqrt(block / T)
 LONGER_CORRELATION = 1.3  # factor on the variance found in blocks, as correlation extends beyond a block
 TINY = 1e-18
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The evidence that each series is losing an earlier gain, and the window means of the most significant fall."""
+    """Evidence that each series is losing an earlier gain, and the window means of its most significant fall."""
 
     evidence: np.ndarray  # [R] log of the mean likelihood ratio of all falls, -inf without a fall
     errors: np.ndarray  # [R] standard errors of the most significant fall
@@ -55,31 +58,38 @@ class Lost:
 
 
 def is_due(steps: int) -> bool:
-    """Return whether a series is tested after `steps` steps: at every fifth step, less often in long runs."""
+    """Return whether a series is tested after `steps` steps.
+
+    The test runs at every fifth step, and less often in long runs.
+    """
     return steps >= FIRST_STEP and steps % max(5, 5 * round(steps / 100)) == 0
 
 
 def least_evidence(steps: int) -> float:
     """Return the limit on `Lost.evidence` after `steps` steps.
 
-    If the evidence exceeds it, the run is losing its gain.
+    If the evidence is above the limit, the run is losing its gain.
     """
     return EVIDENCE + EVIDENCE_PER_DOUBLING * math.log2(max(steps, FIRST_STEP) / FIRST_STEP)
 
 
 def threshold(steps: int) -> float:
-    """Return the significance threshold of a shift after `steps` steps, in standard errors."""
+    """Return the threshold above which a shift is significant after `steps` steps, in standard errors."""
     longer = MORE_TESTS * math.log2(max(steps / TESTS_FROM, 1.0))
     return STANDARD_ERRORS * (1 + FEW_STEPS / steps) * (1 + longer)
 
 
 def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.ndarray:
-    """Return the variance of a step's value around the trend, [R]. The error of a window's mean is computed from it.
+    """Return the variance of a step's value around the trend, [R].
 
-    The variance is half the mean squared difference of neighbouring steps (von Neumann 1941), but at least the mean of
-    `stderr2` [R, T], the recorded squared standard errors. The steps may be correlated, for example if the difficulty
-    of prompts drifts. The means over blocks of steps then vary significantly more than with independent steps. In this
-    case the variance is computed from the block means (method of batch means).
+    The standard error of a window's mean is computed from this variance.
+
+    The variance is half the mean squared difference of neighbouring steps (von Neumann 1941). It is at least the mean
+    of the recorded squared standard errors, `stderr2` [R, T].
+
+    The values of neighbouring steps may be correlated, for example if the difficulty of the prompts drifts. The means
+    over blocks of steps then vary significantly more than the means of independent steps. In this case, the variance is
+    computed from the block means (method of batch means).
     """
     steps = values.shape[1]
     white = (np.diff(values, axis=1) ** 2).mean(1) / 2
@@ -94,9 +104,10 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
 
 
 def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
-    """Return the variance between values that are `lag` steps apart, [R].
+    """Return the variance of each series around a linear trend, [R].
 
-    It is computed from second differences, because these do not contain a linear trend.
+    The variance is estimated from values that are `lag` steps apart. It is computed from their second differences,
+    because a linear trend does not change them.
     """
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
     # the largest differences, from a jump or a turn, are left out
@@ -107,16 +118,19 @@ def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
 def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
     """Test whether each series [R, T] rises significantly and later loses at least the fraction `LOST` of the gain.
 
-    A fall is the mean of a best window minus the mean of all later steps. The later steps have equal weights, or
-    weights 1, 2, ... to detect a fall that continues. If the curve still rises, the expected fall is zero or negative.
+    A fall is the mean of a best window minus the mean of the last window, which has all later steps. The last window is
+    averaged twice: with equal weights, and with weights 1, 2, 3, ... that detect a continuing fall. If the curve still
+    rises, the expected fall is zero or negative.
 
     Each fall has a likelihood ratio. For a fall of z standard errors whose size has a normal prior, the ratio is
     exp(PRIOR z^2 / 2) up to a constant factor (Wakefield 2009). The evidence is the log of the mean ratio over all
     windows and weights.
 
-    A fall counts only if it loses more than the fraction `LOST` of a significant gain, if both halves of the last
-    window lie below the best window, and if it is more than `RECOVERED` times as large as every earlier fall from which
-    the run recovered.
+    A fall counts only if all three conditions hold:
+
+    - It loses more than the fraction `LOST` of a significant gain.
+    - Both halves of the last window lie below the best window.
+    - It is more than `RECOVERED` times as large as every earlier fall from which the run recovered.
     """
     steps = values.shape[1]
     sums, variance_R = _sums(values), step_variance(values, stderr2)
@@ -151,7 +165,7 @@ def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
 def _lengths(shares: tuple[float, ...], shortest: int, steps: int) -> np.ndarray:
     """Return the window lengths in steps, sorted and without duplicates.
 
-    Each length is a fraction in `shares` of all steps, but at least `shortest`.
+    Each length is a fraction of all steps (one of `shares`), but at least `shortest`.
     """
     return np.unique(np.maximum(shortest, np.round(np.array(shares) * steps)).astype(int))
 
@@ -159,7 +173,7 @@ def _lengths(shares: tuple[float, ...], shortest: int, steps: int) -> np.ndarray
 def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
     """Return the variance of the values from each start to the last step, [R, M, L].
 
-    It is computed for each start, because rewards near 0 or 1 vary less than other rewards.
+    The variance is computed separately for each start, because rewards near 0 or 1 vary less than other rewards.
     """
     squares = _sums(np.diff(values, axis=1) ** 2 / 2)
     return (squares[:, -1:, None] - squares[:, starts_ML]) / (values.shape[1] - 1 - starts_ML)
@@ -168,9 +182,10 @@ def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
 def _gain(
     sums: np.ndarray, best_RML: np.ndarray, squared_RML: np.ndarray, variance_RML: np.ndarray, starts_ML: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gains of the best windows and their sizes in standard errors, [R, M, L] each.
+    """Return (gains, errors) of the best windows, [R, M, L] each. `errors` are the gains in standard errors.
 
-    A gain is the mean of a best window minus the mean of a first window. The most significant first window is used.
+    A gain is the mean of a best window minus the mean of a first window. Of several first windows, the one with the
+    most significant gain is used.
     """
     gain, errors = np.zeros(best_RML.shape), np.full(best_RML.shape, -np.inf)
     for length in _lengths(START_SHARES, SHORTEST_START, sums.shape[1] - 1):
@@ -181,7 +196,7 @@ def _gain(
 
 
 def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> np.ndarray:
-    """Return the weighted means of the last windows, [R, M].
+    """Return the weighted mean of each last window, [R, M].
 
     The steps of a window have the weights 1, 2, 3 and so on.
     """
@@ -192,7 +207,7 @@ def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> n
 
 
 def _normal(fall: np.ndarray, squared: np.ndarray, steps: int) -> np.ndarray:
-    """Convert the Student's t statistic of a fall to the squared z-score with the same likelihood ratio."""
+    """Convert the t statistic of a fall to the squared z-score that has the same likelihood ratio."""
     freedom = FREEDOM * steps
     return freedom * np.log1p(np.maximum(fall, 0) ** 2 / squared / freedom)
 
@@ -207,7 +222,7 @@ def _halves(sums: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) -> np.ndarray:
     """Return the depth of the deepest valley between two peaks of each smoothed series, [R, M].
 
-    The depth is 0 if the valley is not significant.
+    Each series is smoothed with each window length. If the valley is not significant, the depth is 0.
     """
     deepest = []
     for length in windows:
@@ -221,7 +236,7 @@ def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) ->
 
 @dataclass(frozen=True)
 class Shift:
-    """The comparison of the last window of each series with an earlier window."""
+    """A comparison of the last window of each series with an earlier window."""
 
     errors: np.ndarray  # [R] standard errors of last - first
     first: np.ndarray  # [R]
@@ -230,9 +245,10 @@ class Shift:
 
 
 def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
-    """Compare two windows of each series [R, T]: the `window` steps from `start` on, and the last `window` steps.
+    """Compare an earlier window of each series [R, T] with its last window. Both windows have `window` steps.
 
-    The variance used for a window is the larger of two variances: that of the whole series and that of the window.
+    The earlier window begins at step `start`. The variance of a window is the larger of two estimates: from the whole
+    series, and from the window only.
     """
     sums, variance = _sums(values), step_variance(values)
     first = (sums[:, start + window] - sums[:, start]) / window
@@ -250,11 +266,11 @@ def _sums(values: np.ndarray) -> np.ndarray:
 
 
 def _windows(sums: np.ndarray, length: int) -> np.ndarray:
-    """Return the mean of every window, [R, T - length + 1]."""
+    """Return the mean of every window with `length` steps, [R, T - length + 1]."""
     return (sums[:, length:] - sums[:, :-length]) / length
 
 
 def _last_window(sums: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three means for each series, [R] each: of the last window, of its later half and of its earlier half."""
+    """Return (mean of the last window, mean of its later half, mean of its earlier half), [R] each."""
     later, earlier = _halves(sums, np.array([length]))
     return (sums[:, -1] - sums[:, -1 - length]) / length, later[:, 0], earlier[:, 0]

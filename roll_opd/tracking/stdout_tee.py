@@ -1,6 +1,6 @@
 """Copy a run's output to its `console.log`, collect warnings, and show a line that is updated in place.
 
-A process has one standard output, so only one tee is active at a time.
+A process has only one standard output, so only one tee is active at a time.
 """
 
 import os
@@ -26,7 +26,7 @@ _current: "StdoutTee | None" = None
 
 @contextmanager
 def tee_output() -> Iterator["StdoutTee"]:
-    """Copy all output inside the block. In a nested block, the tee of the outer block is used."""
+    """Copy all output inside the block. A nested block uses the tee of the outer block."""
     global _current
     if _current:
         yield _current
@@ -40,7 +40,10 @@ def tee_output() -> Iterator["StdoutTee"]:
 
 
 class StdoutTee:
-    """Replaces standard output and error of this process until `end`, and copies both to a file."""
+    """Replaces standard output and standard error of this process, and copies both to a file.
+
+    `write_to` sets the file. `end` restores both streams.
+    """
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -60,21 +63,21 @@ class StdoutTee:
         return bool(self._terminal and self._terminal.isatty()) and os.environ.get("TERM") != "dumb"
 
     def write_to(self, directory: Path) -> None:
-        """Append all earlier and later output to the file `CONSOLE_LOG` in `directory`."""
+        """Write all output to the file `CONSOLE_LOG` in `directory`, including the output before this call."""
         with self._lock:
             self._file = directory / CONSOLE_LOG
             self._add(self._lines)
             self._lines = []
 
     def show_live(self, text: str) -> None:
-        """Show a line until the next call replaces it or other output erases it."""
+        """Show a line in the terminal. The next call replaces the line, and any other output erases it."""
         with self._lock:
             self._terminal.write(f"{CLEAR}{text[: columns() - 1]}")
             self._terminal.flush()
             self._has_live_line = True
 
     def end(self) -> None:
-        """Restore standard output and error."""
+        """Restore standard output and standard error."""
         with self._lock:
             self._erase_live_line()
             for copy in self._copies:
@@ -112,7 +115,7 @@ class StdoutTee:
 class _Copy:
     """A text stream that passes all writes to the tee.
 
-    Other attributes are read from the original stream.
+    All other attributes are those of the original stream.
     """
 
     def __init__(self, stream: TextIO, tee: StdoutTee, *, of_errors: bool) -> None:
@@ -127,13 +130,13 @@ class _Copy:
             self.write(line)
 
     def lines(self, text: str) -> list[str]:
-        """Return the lines that `text` completes. Each line is returned as a terminal shows it."""
+        """Return the lines that are complete after `text` is written, as a terminal shows them."""
         *whole, rest = (self._rest + text).split("\n")
         self._rest = "\r".join(rest.split("\r")[-2:])  # removes earlier updates of a live line
         return [readable(line) for line in whole]
 
     def end(self) -> None:
-        """Complete the last line."""
+        """Add the last line to the tee, even if it has no newline."""
         if self._rest:
             self._tee._add(self.lines("\n"))
 
@@ -142,12 +145,12 @@ class _Copy:
 
 
 def append(file: Path, lines: Sequence[str]) -> None:
-    """Append `lines` to `file`."""
+    """Append `lines` to a file."""
     with file.open("a", encoding="utf-8", errors="backslashreplace") as opened:
         opened.writelines(f"{line}\n" for line in lines)
 
 
 def readable(line: str) -> str:
-    """Return the text that a terminal shows for a line after its last update, without control characters."""
+    """Return the text of a line as a terminal shows it after the last update, without control characters."""
     updates = [part for part in ESCAPES.sub("", line).split("\r") if part]
     return CONTROLS.sub("", updates[-1]) if updates else ""

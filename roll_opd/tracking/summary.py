@@ -1,6 +1,6 @@
-"""Write `summary.json`: results, totals and times of a run.
+"""Write `summary.json`, which has the results, totals and times of a run.
 
-Most values are computed from `metrics.jsonl`. They therefore cover all parts of a resumed run.
+Most values are computed from `metrics.jsonl`, so they cover all parts of a resumed run.
 """
 
 import json
@@ -52,13 +52,15 @@ def write_summary(
     warnings: Sequence[str] = (),
     parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Write `summary.json` into the run's directory atomically; return its content.
+    """Write `summary.json` into the run's directory atomically. Return its content.
 
     Args:
+        run: directory of the run.
+        seed: training seed of the run.
         end_seconds: wall time since the last step.
-        startup_parts: part of the start-up -> seconds. Parts may overlap; parts below 1 ms are left out.
-        warnings: warnings of the run; duplicates are dropped.
-        parts: parts of the run, each with the settings that changed at its start.
+        startup_parts: seconds of each part of the start-up. Parts may overlap. Parts below 1 ms are left out.
+        warnings: warnings of the run. Duplicates are dropped.
+        parts: parts of a resumed run, each with the settings that changed at its start.
     """
     summary = summarize(read_jsonl(run.metrics_file))
     summary["wall_seconds"] += end_seconds
@@ -75,12 +77,14 @@ def write_summary(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of a run, computed from the rows of `metrics.jsonl`. A metric without a value is None.
+    """Return the results of a run, computed from the rows of `metrics.jsonl`.
 
-    For a validation metric, `_first` is the value before training and `_last` the value at the last validation. For a
-    step metric, `_first` is the mean over the first tenth of the steps and `_last` the mean over the last tenth. The
-    mean validation reward is `val_accuracy` if all rewards are 0 or 1, else `val_reward`. The seconds are the wall time
-    of all parts of a run. A step that was repeated after a resume counts once.
+    For a validation metric, `_first` is the value before training, and `_last` is the value at the last validation. For
+    a metric of steps, `_first` is the mean over the first tenth of the steps, and `_last` is the mean over the last
+    tenth. A missing value is None.
+
+    The mean validation reward is named `val_accuracy` if all rewards are 0 or 1, and `val_reward` otherwise. Times
+    cover all parts of a resumed run. A step that was repeated after a resume counts once.
     """
     graded = bool(_column(rows, GRADED))
     teacher = _last(_column(rows, TEACHER_ACCURACY))
@@ -121,7 +125,7 @@ def _tokens_sent(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the recorded standard errors of the first and last validation and of the teacher's validation."""
+    """Return the recorded standard errors of three validations: the first, the last, and that of the teacher."""
     first, last = _before_and_after(rows, ACCURACY_STDERR)
     found = {
         "val_stderr_first": first,
@@ -141,9 +145,9 @@ def within_noise(difference: float, *stderrs: float | None) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages in `PACKAGES`.
+    """Return the versions of Python and of all packages in `PACKAGES`.
 
-    The version is None if a package is not installed.
+    The version of a package that is not installed is None.
     """
     found: dict[str, str | None] = {"python": python_version()}
     for name, distributions in PACKAGES.items():
@@ -163,9 +167,9 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _before_and_after(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
-    """Return (first value, last value).
+    """Return (first value, last value) of a validation metric.
 
-    A single value is the first value if it belongs to step 0, else the last value.
+    A single value counts as the first value if it was measured at step 0, and as the last value otherwise.
     """
     measured = [row for row in rows if row.get(name) is not None]
     if len(measured) > 1:
@@ -177,7 +181,7 @@ def _before_and_after(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[flo
 
 
 def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the means of the first and the last tenth."""
+    """Return (mean of the first tenth, mean of the last tenth) of `values`."""
     tenth = math.ceil(len(values) / 10)
     return _mean(values[:tenth]), _mean(values[-tenth:])
 

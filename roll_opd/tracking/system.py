@@ -18,9 +18,9 @@ TRAIN_FLOPS, TRAIN_RATE = "system/train_flops", "system/train_flops_per_second"
 
 
 def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the rates (tokens or FLOPs per second) of a step.
+    """Return the rates of a step, in tokens per second and FLOPs per second.
 
-    A rate is left out if `row` does not have its amount or its seconds.
+    A rate is left out if `row` lacks the number of tokens or FLOPs, or the seconds.
     """
     rates = {
         "system/tps": (row.get(STEP_TOKENS), row.get(STEP_SECONDS)),
@@ -31,7 +31,10 @@ def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
 
 
 class TrainingFlops:
-    """Model FLOPs of a learner's updates (`models.flops`), and their fraction of the devices' peak (MFU)."""
+    """Model FLOPs of a learner's updates, and model FLOPs utilization (MFU).
+
+    The FLOPs are computed by `models.flops`. The MFU is the achieved fraction of the devices' peak.
+    """
 
     def __init__(self, learner: TrainPlan, epochs: int) -> None:
         self._info = read_model(Path(learner.model.path))
@@ -40,21 +43,25 @@ class TrainingFlops:
         self._peak = peak and peak * len(learner.devices)
 
     def of_step(self, samples: Iterable[Sample]) -> dict[str, float]:
-        """Return the metric `system/train_flops`, the FLOPs of a step's updates on these samples."""
+        """Return the metric `system/train_flops`: the FLOPs of a step's updates on `samples`."""
         each = (sequence_flops(self._info, len(one.tokens), one.response_length) for one in samples)
         return {TRAIN_FLOPS: self._passes * sum(each)}
 
     def utilisation(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `system/mfu`, or an empty dict if the rate or the peak of the devices is not known."""
+        """Return the metric `system/mfu`.
+
+        The dict is empty if the FLOPs per second of the step or the peak of the devices are not known.
+        """
         rate = row.get(TRAIN_RATE)
         return {"system/mfu": rate / self._peak} if rate and self._peak else {}
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return `system/memory_gib` of this process and its descendants, and `system/device_memory_gib`.
+    """Return the metrics `system/memory_gib` and `system/device_memory_gib`.
 
-    `memory_gib` is resident private memory. `device_memory_gib` is the memory that all processes use on the fullest
-    device; it is missing without a GPU.
+    - `system/memory_gib` is the resident private memory of this process and its descendants.
+    - `system/device_memory_gib` is the used memory of the fullest device, over all processes. It is missing without a
+      GPU.
     """
     here = psutil.Process()
     own = sum(map(_private_bytes, (here, *here.children(recursive=True))))

@@ -1,7 +1,7 @@
-"""Trackers: the registry, a background writer, and `Trackers`, which writes a step's metrics to all trackers.
+"""Trackers: their registry, a background writer, and `Trackers`, which writes the metrics of a step to all trackers.
 
-`track_with` names a registered tracker or a dotted path. `metrics.jsonl` is written synchronously. Every other tracker
-runs in a background thread, so that a hanging tracker does not stop training.
+Each entry of `track_with` is the name of a registered tracker or a dotted path. `metrics.jsonl` is written
+synchronously. Every other tracker runs in a background thread, so that a hanging tracker does not stop training.
 """
 
 import queue
@@ -25,7 +25,7 @@ class TrackerError(Exception):
 
 
 class Tracker(Protocol):
-    """Receives the metrics of every step. Methods are called from one thread."""
+    """Receives the metrics of every step. All methods are called from one thread."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of `step`. If this method raises an error, it is called again with the same step."""
@@ -34,14 +34,14 @@ class Tracker(Protocol):
         """Write all pending data. Called once, after the last `log`."""
 
 
-# class or function (run, step resumed from or None, **tracker_kwargs) -> tracker; built-in trackers import their
-# packages when they are created
+# class or function that is called with (run, step of the resumed checkpoint or None, **tracker_kwargs) and returns a
+# tracker; built-in trackers import their packages when they are created
 TrackerFactory = Callable[..., Tracker]
 
 
 @dataclass(frozen=True)
 class TrackerFacts:
-    """Properties of a tracker that are needed to check a configuration, in addition to the tracker's arguments."""
+    """Properties of a tracker, besides its arguments, that are needed to check a configuration."""
 
     packages: tuple[str, ...] = ()  # modules to install; the extra of this package has the tracker's name
 
@@ -59,7 +59,7 @@ register, find = TRACKERS.register, TRACKERS.find
 
 
 def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
-    """Return the id of this run at a tracking service. The first call creates the id with `new`.
+    """Return the id of this run at a tracking service. The first call creates the id by calling `new`.
 
     The id is stored in the run directory, so that a resumed run continues the same run of the service.
     """
@@ -73,7 +73,7 @@ def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
 
 
 def as_list(texts: Sequence[str] | str) -> list[str]:
-    """Return `texts` as a list; a single text becomes a list with one element."""
+    """Return `texts` as a list. A single text becomes a list with one element."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
@@ -106,9 +106,9 @@ class TrackerTimeouts:
 
 
 class BackgroundTracker:
-    """Runs a tracker in a background thread with a queue of metrics. `make` creates the tracker.
+    """Runs a tracker in a background thread with a queue of metrics.
 
-    No method raises an error. Only the methods `ready` and `join` block.
+    The thread creates the tracker by calling `make`. No method raises an error. Only `ready` and `join` block.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], timeouts: TrackerTimeouts) -> None:
@@ -124,16 +124,16 @@ class BackgroundTracker:
 
     @property
     def works(self) -> bool:
-        """Whether the tracker has neither been closed nor been dropped."""
+        """Whether the tracker has been neither closed nor dropped."""
         return not self._ended.is_set()
 
     def ready(self, timeout: float) -> None:
-        """Wait until the tracker is open or has failed; print a warning after `timeout` seconds."""
+        """Wait until the tracker is open or has failed. Print a warning if this takes longer than `timeout` seconds."""
         if not self._opened.wait(timeout) and self.works:
             self._warn_slow(f"has not started after {timeout:.0f} s; steps are queued")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Put the metrics of `step` into the queue."""
+        """Put the metrics of `step` into the queue. If the queue is full, the tracker is dropped."""
         if not self.works:
             return
         began = self._busy_since
@@ -148,9 +148,9 @@ class BackgroundTracker:
             self._drop(f"does not respond and is dropped at step {step}")
 
     def finish(self) -> None:
-        """Request that the thread writes the queue and closes the tracker.
+        """Request that the thread writes all queued metrics and then closes the tracker.
 
-        The method `join` waits for the end of the thread's work.
+        This method does not wait. `join` waits for the thread.
         """
         try:
             self._rows.put_nowait(None)
@@ -158,7 +158,7 @@ class BackgroundTracker:
             self._drop("does not respond and is dropped at the end of the run")
 
     def join(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for the tracker to close."""
+        """Wait at most `timeout` seconds until the tracker is closed. After a timeout, the tracker is dropped."""
         if self.works and not self._ended.wait(timeout):
             self._drop(f"was not closed {self._timeouts.closing:.0f} s after the last step")
 
@@ -219,7 +219,7 @@ JSONL = "jsonl"
 
 
 class Trackers:
-    """All trackers of a run, and `metrics.jsonl`."""
+    """All trackers of a run, including `metrics.jsonl`."""
 
     def __init__(self, run: RunDirectory, trackers: Mapping[str, BackgroundTracker], timeouts: TrackerTimeouts) -> None:
         self._run, self._trackers, self._timeouts = run, dict(trackers), timeouts
@@ -234,11 +234,17 @@ class Trackers:
         args: Mapping[str, Mapping[str, Any]] | None = None,
         timeouts: TrackerTimeouts | None = None,
     ) -> "Trackers":
-        """Open the trackers `names` concurrently, each with the arguments in `args`.
+        """Open several trackers concurrently.
 
-        For a resumed run, `resume_step` is the step of the checkpoint. Raises `TrackerError` for an unknown name. A
-        tracker that cannot be opened (because of a full disk, for example, or because the service is down) is dropped,
-        and a warning is printed.
+        Raises `TrackerError` for an unknown name. If a tracker cannot be opened, for example because a service is down,
+        it is dropped and a warning is printed.
+
+        Args:
+            names: names of the trackers, as in `track_with`.
+            run: directory of the run.
+            resume_step: step of the checkpoint from which the run is resumed, or None for a new run.
+            args: keyword arguments of each tracker, by name.
+            timeouts: timeouts of each tracker. None means the defaults.
         """
         timeouts = timeouts or TrackerTimeouts()
         factories = {name: find(name) for name in dict.fromkeys(names) if name != JSONL}
@@ -253,7 +259,7 @@ class Trackers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the working trackers."""
+        """Names of all trackers that are neither closed nor dropped, including `jsonl`."""
         return (JSONL, *(name for name, tracker in self._trackers.items() if tracker.works))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -268,7 +274,7 @@ class Trackers:
             tracker.log(step, metrics)
 
     def close(self) -> None:
-        """Flush and close every tracker within `TrackerTimeouts.closing` seconds; further calls have no effect."""
+        """Flush and close every tracker within `TrackerTimeouts.closing` seconds. Further calls have no effect."""
         working = [tracker for tracker in self._trackers.values() if tracker.works]
         for tracker in working:
             tracker.finish()

@@ -16,10 +16,8 @@ SINKS = ".sinks"
 def load_sinks_by_loader(model: torch.nn.Module) -> None:
     """Make the model load its attention sinks with the weight loader of their parameter. Idempotent.
 
-    A layerwise reload requires this loader.
-
-    vLLM 0.32 copies the sinks directly into their parameter. During a reload, this parameter is on the meta device, so
-    the copy has no effect.
+    A layerwise reload requires this weight loader. vLLM 0.32 instead copies the sinks directly into the parameter.
+    During a reload, the parameter is on the meta device, so the direct copy has no effect.
     """
     for module in model.modules():
         inner: Any = module

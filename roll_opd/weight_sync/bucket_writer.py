@@ -1,6 +1,7 @@
-"""Ray actor mixins for weight buckets.
+"""Ray actor mixins that write and copy weight buckets.
 
-Student ranks write the buckets. One actor on each other host copies the buckets into the memory of its host.
+The student's rank 0 writes the buckets into shared memory of its host. On every other host with receivers, one actor
+copies each bucket into the memory of that host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ Written = Iterator[tuple[BucketMemory, bool]]  # see `bucketed`
 
 
 class BucketHost:
-    """Actor that returns the id of its Ray node and can copy a bucket into the memory of its host.
+    """Actor mixin that copies a weight bucket into the memory of its host.
 
     All receivers on this host read the copy.
     """
@@ -26,22 +27,27 @@ class BucketHost:
         return ray.get_runtime_context().get_node_id()
 
     def hold(self, content: np.ndarray, bucket: Description) -> Description:
-        """Copy a bucket into the shared memory of this host. Return the description of the copy."""
+        """Copy a bucket into the shared memory of this host. Return the description of the copy.
+
+        Args:
+            content: bytes of the bucket.
+            bucket: description of the bucket.
+        """
         self._held = self._held or BucketMemory()
         self._held.fill(content, bucket)
         return bucket | self._held.describe()
 
     def release_bucket(self) -> None:
-        """Free the memory of the copied bucket."""
+        """Free the memory of the copied bucket, if there is one."""
         if self._held is not None:
             self._held.close()
             self._held = None
 
 
 class BucketWriter:
-    """Student rank that exports weights.
+    """Actor mixin of a student rank that exports weights.
 
-    Rank 0 writes the buckets one by one. The other ranks only take part in the collective operations of the export.
+    Rank 0 writes the buckets one by one. All other ranks only take part in the collective operations of the export.
     """
 
     _written: Written
@@ -49,16 +55,25 @@ class BucketWriter:
     _newest: BucketMemory
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
-        """Return an iterator that writes all weights as `dtype` into `memories` in turn.
+        """Return an iterator that writes all weights in buckets.
 
-        The iterator has no items on ranks above 0.
+        On rank 0, the iterator yields (memory of the bucket, whether it is the last bucket). On the other ranks, it
+        yields nothing.
+
+        Args:
+            memories: shared memories, which are written in turn.
+            dtype: dtype of the written weights.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `begin_writing`")
 
     def export_weights(self, dtype: str, memories: int) -> tuple[Description, bool] | None:
-        """Start the export and return the first bucket (see `next_bucket`).
+        """Start the export and return the first bucket, as `next_bucket` does.
 
-        On ranks above 0, this call runs the whole export.
+        Ranks above 0 are called with `memories` = 0. On these ranks, the call runs the whole export and returns None.
+
+        Args:
+            dtype: dtype of the written weights.
+            memories: number of shared memories, which are written in turn.
         """
         self._memories = [BucketMemory() for _ in range(memories)]
         self._written = self.begin_writing(self._memories, dtype)
@@ -69,19 +84,19 @@ class BucketWriter:
         return None
 
     def next_bucket(self) -> tuple[Description, bool]:
-        """Write the next bucket into the next memory.
-
-        Return the bucket's description, and whether it is the last bucket.
-        """
+        """Write the next bucket. Return (description of the bucket, whether it is the last)."""
         self._newest, is_last = next(self._written)
         return self._newest.describe(), is_last
 
     def share_bucket(self) -> list[ray.ObjectRef]:
-        """Put the newest bucket into Ray's object store. Other hosts read it from this store."""
+        """Put the newest bucket into Ray's object store. Return a list with the reference.
+
+        Other hosts read the bucket from the object store.
+        """
         return [ray.put(self._newest.content())]
 
     def end_export(self) -> None:
-        """Free the memory of all buckets."""
+        """End the export and free the memory of all buckets."""
         for memory in self._memories:
             memory.close()
         self._memories = ()

@@ -1,7 +1,7 @@
-"""vLLM's "ipc" and "nccl" weight-transfer engines for GPUs, extended by a check that all weights have arrived.
+"""vLLM's weight-transfer engines "ipc" and "nccl" for GPUs, with an added check that all weights have arrived.
 
-The engine "ipc" reads the student's memory through CUDA IPC handles, and the engine "nccl" receives a broadcast. The
-last message of an update has no weights but lists the entries of all tensors that were sent.
+The engine "ipc" reads the student's memory through CUDA IPC handles. The engine "nccl" receives a broadcast. The last
+message of an update has no weights. It lists the entries of all tensors that were sent.
 """
 
 import pickle
@@ -25,9 +25,9 @@ else:
 
 @dataclass
 class _SentEntries:
-    """Fields of the last message of an update: the version, and the `entries` of all tensors that were sent.
+    """Fields that only the last message of an update sets: `version`, and the `entries` of all tensors that were sent.
 
-    `weight_bucket.entry_of` describes an entry.
+    See `weight_bucket.entry_of` for the format of an entry.
     """
 
     entries: list[dict[str, Any]] | None = None
@@ -36,12 +36,15 @@ class _SentEntries:
 
 @dataclass
 class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
-    """One message of an update: a chunk of weights, or the entries of all tensors in the last message."""
+    """One message of an update.
+
+    The last message has the entries of all tensors. Every other message has a chunk of the weights.
+    """
 
     handles: bytes | None = None  # `ipc_handles`, pickled: vLLM's messages cannot hold types
 
     def __post_init__(self) -> None:
-        """Unpack the handles."""
+        """Unpickle the IPC handles."""
         if self.handles is not None:
             self.ipc_handles = pickle.loads(self.handles)
         super().__post_init__()
@@ -49,11 +52,14 @@ class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
 
 @dataclass
 class CheckedNcclUpdateInfo(_SentEntries, NCCLWeightTransferUpdateInfo):
-    """One message of an update: all weights, or the entries of all tensors in the last message."""
+    """One message of an update.
+
+    The last message has the entries of all tensors. The message before it has all weights.
+    """
 
 
 class _CheckedEngine(_Engine):
-    """Mixin for weight-transfer engines. It adds the verification of each update."""
+    """Mixin for weight-transfer engines that verifies each update."""
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
@@ -67,7 +73,7 @@ class _CheckedEngine(_Engine):
         super().start_weight_update()
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load weights, or record the entries if this is the last message of the update."""
+        """Load the weights of a message. If the message has entries instead of weights, record the entries."""
         assert isinstance(update_info, _SentEntries)
         if update_info.entries is None:
             super().receive_weights(update_info)
@@ -75,7 +81,10 @@ class _CheckedEngine(_Engine):
             self._verifier.expect(update_info.entries, update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Finalize and verify the loaded weights. Raises a RuntimeError that names missing weights."""
+        """Finalize and verify the loaded weights.
+
+        Raises a RuntimeError that names missing or different weights.
+        """
         self._verifier.finish(super().finish_weight_update)
 
 

@@ -28,14 +28,19 @@ BUFFER_BYTES = 256 * 2**20  # GPU memory of a buffer; with NCCL, sender and rece
 
 
 class CudaSender:
-    """Sends the student's weights to all engines. Its methods are collective over the student's ranks."""
+    """Sends the student's weights to all engines. All methods are collective over the student's ranks."""
 
     def __init__(
         self, backend: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
     ) -> None:
-        """Connect to `engines`, which are `RolloutWorker`s with `engine_ranks` devices each.
+        """Connect this rank of the student to the engines.
 
-        `dtype` is the dtype of the model in the engines.
+        Args:
+            backend: CUDA IPC or NCCL (see `choose_backend`).
+            engine: training engine of the student.
+            engines: handles of the `RolloutWorker` actors.
+            engine_ranks: number of devices per inference engine.
+            dtype: dtype of the model in the inference engines.
         """
         uses_ipc = backend == CUDA_IPC
         source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
@@ -59,14 +64,14 @@ class CudaSender:
         self._sender: Any = WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=source)
 
     def send(self, version: int) -> None:
-        """Replace all weights of the engines. Collective."""
+        """Replace all weights of the engines. Collective. `version` is the number of the new weights."""
         self._engines.version = version
         torch.accelerator.synchronize()  # the senders read the optimizer's results in other CUDA streams
         self._sender.send_weights()
 
 
 class StudentSource(WeightSource):
-    """The student's full weights with Hugging Face names, on rank 0 or on every rank."""
+    """The student's full weights with Hugging Face names, on rank 0 only or on every rank."""
 
     def __init__(self, engine: Any, model_dtype: torch.dtype, *, everywhere: bool) -> None:
         self._engine, self._model_dtype, self._everywhere = engine, model_dtype, everywhere
@@ -74,7 +79,7 @@ class StudentSource(WeightSource):
         self.entries: list[dict[str, Any]] = []  # entries of the last update, on rank 0
 
     def metadata(self) -> list[ParamMeta]:
-        """Return the names, dtypes and shapes of all weights, in the order of transmission.
+        """Return the names, dtypes and shapes of all weights, in the order of sending.
 
         The result is the same on every rank. The first call is collective.
         """
@@ -86,7 +91,7 @@ class StudentSource(WeightSource):
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor). Collective: iterate to the end."""
+        """Yield (name, full tensor) for each weight. Collective: every rank must iterate to the end."""
         self.entries = []
         tensors = hf_tensors(self._engine)
         if self._everywhere:
@@ -98,12 +103,19 @@ class StudentSource(WeightSource):
 
 
 class WeightSyncClient:
-    """Client of all engines for vLLM's senders (`VLLMWeightSyncClient`). Only rank 0 calls it."""
+    """Client through which vLLM's senders call all engines (`VLLMWeightSyncClient`). Only rank 0 calls it."""
 
     def __init__(
         self, actors: Sequence[ray.actor.ActorHandle], ranks: int, source: StudentSource, *, sends_handles: bool
     ) -> None:
-        """Set `sends_handles` if the messages contain CUDA IPC handles."""
+        """Create a client.
+
+        Args:
+            actors: handles of the `RolloutWorker` actors, one per engine.
+            ranks: number of devices per engine.
+            source: source of the sent weights.
+            sends_handles: whether the messages contain CUDA IPC handles.
+        """
         self.version = 0
         self._actors, self._ranks, self._source, self._sends_handles = actors, ranks, source, sends_handles
 
@@ -117,11 +129,14 @@ class WeightSyncClient:
         )
 
     def start_weight_update(self) -> None:
-        """Start an update in all engines. Each engine first finishes its running requests."""
+        """Start an update in all engines.
+
+        See `InferenceEngine.begin_update` for what happens to running requests.
+        """
         ray.get([actor.begin_update.remote(self.version) for actor in self._actors])
 
     def update_weights(self, update_info: Any) -> None:
-        """Load the weights that `update_info` describes into all engines. Return after all engines have loaded them."""
+        """Load one message of weights into all engines. Return after all engines have loaded it."""
         self._load(update_info, last=False)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -141,14 +156,19 @@ class WeightSyncClient:
 
 
 def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[str, Any]:
-    """Return the init info of engine `number`.
+    """Return the init info of one engine.
 
-    In an NCCL group, the ranks of this engine follow the ranks of the engines with lower numbers.
+    In an NCCL group, the ranks of an engine follow the ranks of all engines with lower numbers.
+
+    Args:
+        init_info: init info from vLLM's sender. Its `rank_offset`, if present, is that of the first engine.
+        number: index of the engine.
+        ranks: number of ranks per engine.
     """
     offset = {"rank_offset": init_info["rank_offset"] + number * ranks} if "rank_offset" in init_info else {}
     return {**init_info, **offset}
 
 
 def buffer_size(metadata: Sequence[ParamMeta]) -> int:
-    """Return the size of a buffer in bytes: `BUFFER_BYTES`, but at least the size of the largest tensor."""
+    """Return the size of a buffer in bytes: `BUFFER_BYTES` or the size of the largest tensor, whichever is larger."""
     return max(BUFFER_BYTES, *(math.prod(m.shape) * m.dtype.itemsize for m in metadata))

@@ -1,7 +1,7 @@
-"""Send the student's weights to the inference engines and to followers (teachers that are updated from the student).
+"""Send the student's weights to the inference engines, and to followers (teachers that are updated from the student).
 
-`choose_backend` chooses one of three transports from the devices of the student and the engines. The driver only
-coordinates the transfer. The weights never pass through the driver.
+`choose_backend` chooses one of three transports. The choice depends on the devices of the student and the engines. The
+driver only coordinates the transfer, so the weights never pass through the driver.
 """
 
 import asyncio
@@ -14,22 +14,25 @@ from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY
 
 
 class WeightSync(Protocol):
-    """Transport of the student's weights."""
+    """Interface of a transport of the student's weights."""
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """Load the student's weights as `version` into all engines and `followers`.
+        """Load the student's weights into all engines and into all `followers`. The receivers verify the weights.
 
-        The receivers verify the weights.
+        Args:
+            version: version number of the weights.
+            followers: teachers that are updated from the student.
         """
         ...
 
 
 def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> str:
-    """Return the weight-transfer backend for a student and engines on these devices.
+    """Return the weight-transfer backend for a student and engines on the given devices.
 
-    CUDA IPC handles are chosen if every engine's device has a student rank. Otherwise, an NCCL broadcast from student
-    rank 0 is chosen if no engine uses the device of this rank, because NCCL does not support two processes of a group
-    on one device. In all other cases, and without GPUs, the backend is shared memory.
+    - CUDA IPC handles, if each device that an engine uses also has a student rank.
+    - Otherwise an NCCL broadcast from student rank 0, if no engine uses the device of this rank. NCCL does not support
+      two processes of one group on the same device.
+    - Otherwise, or without GPUs, shared memory.
     """
     if not on_gpu:
         return SHARED_MEMORY
@@ -39,7 +42,15 @@ def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bo
 
 
 def make_weight_sync(backend: str, student: ActorGroup, engines: ActorGroup, dtype: str, tp: int) -> WeightSync:
-    """Return the transport of `backend` (see `choose_backend`) for engines with `tp` ranks and weights in `dtype`."""
+    """Return the transport for a backend.
+
+    Args:
+        backend: result of `choose_backend`.
+        student: actors of the student.
+        engines: actors of the inference engines.
+        dtype: dtype of the weights in the engines.
+        tp: number of tensor-parallel ranks per engine.
+    """
     if backend == SHARED_MEMORY:
         return SharedMemorySync(student, engines, dtype)
     return CudaSync(student, engines, dtype, backend, tp)
@@ -47,9 +58,9 @@ def make_weight_sync(backend: str, student: ActorGroup, engines: ActorGroup, dty
 
 @dataclass(frozen=True)
 class SharedMemorySync:
-    """Transport in buckets through shared memory.
+    """Transport that sends the weights in buckets through shared memory.
 
-    While the receivers load a bucket, the sender writes the next bucket.
+    The sender writes the next bucket while the receivers load the previous one.
     """
 
     student: ActorGroup
@@ -64,7 +75,7 @@ class SharedMemorySync:
 
 @dataclass(frozen=True)
 class CudaSync:
-    """Transport between GPUs with vLLM's senders: IPC handles or an NCCL broadcast."""
+    """Transport from GPU to GPU with vLLM's senders, through IPC handles or an NCCL broadcast."""
 
     student: ActorGroup
     engines: ActorGroup
@@ -81,15 +92,20 @@ class CudaSync:
 
 @dataclass(frozen=True)
 class ReceivingHost:
-    """Actors on one Ray node that receive weights."""
+    """The weight-receiving actors on one Ray node."""
 
     receivers: tuple[tuple[ActorGroup, int], ...]  # (group, index of an actor in the group)
     is_senders: bool  # the sending rank runs on this host
 
     async def load(self, bucket: dict[str, Any], content: list[Any], *, last: bool) -> None:
-        """Load a bucket in all receivers on this host.
+        """Load a bucket into all receivers on this host.
 
-        If the sender runs on another host, one receiver first copies `content` into the memory of this host.
+        If the sender runs on another host, one receiver first copies the bucket into the memory of this host.
+
+        Args:
+            bucket: description of the bucket.
+            content: reference to the bytes of the bucket in Ray's object store, if the sender runs on another host.
+            last: whether this is the last bucket of the update.
         """
         if not self.is_senders:
             bucket = await self.call_first("hold_bucket", content, bucket)
@@ -98,7 +114,7 @@ class ReceivingHost:
         )
 
     async def call_first(self, method: str, *args: Any) -> Any:
-        """Call a method of the first receiver, which copies the buckets to its host."""
+        """Call a method of the first receiver on this host. This receiver holds the copies of the buckets."""
         group, number = self.receivers[0]
         return await group.ask(number, method, *args)
 
@@ -108,10 +124,9 @@ async def stream(
 ) -> None:
     """Send all weights to `receivers` in buckets through shared memory.
 
-    The awaitable `begin` runs while the first bucket is written.
-
-    Rank 0 of the student alternates between two memories. It uses one memory if no receiver is on its host. Other hosts
-    receive the buckets through Ray's object store.
+    Rank 0 of the student writes two memories in turn, or a single memory if no receiver runs on its host. Receivers on
+    other hosts get the buckets through Ray's object store. The awaitable `begin` runs while the first bucket is
+    written.
     """
     hosts = await hosts_of(student, receivers)
     sends = not all(host.is_senders for host in hosts)
@@ -143,7 +158,7 @@ async def stream(
 
 
 async def hosts_of(student: ActorGroup, receivers: Sequence[ActorGroup]) -> list[ReceivingHost]:
-    """Return the hosts of all receivers, each with the receivers that run on it."""
+    """Return all hosts with receivers. Each host lists the receivers that run on it."""
     home = (await student.hosts())[0]
     found: dict[str, list[tuple[ActorGroup, int]]] = {}
     for group in receivers:

@@ -1,7 +1,7 @@
 """vLLM weight-transfer backend "shared_memory", which receives weight updates through host memory.
 
-The backend runs in vLLM's engine core and in every tensor-parallel worker. It maps the buckets that another process on
-the same machine has written, loads their weights with vLLM's layerwise reload, and verifies the model.
+The backend runs in vLLM's engine core and in every tensor-parallel worker. Another process on the same machine writes
+the buckets. The backend maps each bucket, loads its weights with vLLM's layerwise reload, and verifies the model.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Description of one bucket (see `BucketMemory`) and the version of its update."""
+    """Description of one bucket (see `BucketMemory`), with the version of the update."""
 
     path: str
     size: int
@@ -34,7 +34,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Loads weights from buckets in shared memory into this worker's model and verifies the loaded weights."""
+    """Loads weights from buckets in shared memory into this worker's model, and verifies the loaded weights."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -48,18 +48,18 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self._verifier: WeightVerifier | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Do nothing, because the memory is mapped separately for each bucket."""
+        """Do nothing, because each bucket is mapped separately."""
 
     def start_weight_update(self) -> None:
-        """Start an update. From now on, each layer is incomplete until all its values have arrived."""
+        """Start an update. From this call on, a layer is incomplete until all its values have arrived."""
         self._verifier = WeightVerifier(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Map one bucket and load its weights with the model's `load_weights`.
+        """Map one bucket, and load its weights with the model's `load_weights`.
 
-        After this call, the sender may overwrite the bucket, because the tensors that incomplete layers still need are
-        copied.
+        Layers that are still incomplete need some tensors of the bucket later, so these tensors are copied. The sender
+        may therefore overwrite the bucket after this call.
         """
         assert self._verifier is not None
         self._verifier.expect(update_info.tensors, update_info.version)
@@ -75,7 +75,10 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         clone_pending(self.model, memory)
 
     def finish_weight_update(self) -> None:
-        """Finalize and verify the loaded weights. Raises a RuntimeError that names missing weights."""
+        """Finalize and verify the loaded weights.
+
+        Raises a RuntimeError that names missing or different weights.
+        """
         assert self._verifier is not None
         self.version = self._verifier.finish(lambda: finalize_layerwise_reload(self.model, self.model_config))
         self._verifier = None

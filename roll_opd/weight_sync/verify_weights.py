@@ -1,8 +1,8 @@
 """Verify that a vLLM model has received all weights of an update.
 
-The verification runs in vLLM's engine core and in every tensor-parallel worker. vLLM fuses, packs or shards the
-matrices of linear layers, so these matrices cannot be compared with the sent tensors. Their received values are counted
-instead. Norms and embeddings are compared by fingerprints, without a tolerance.
+The verification runs in vLLM's engine core and in every tensor-parallel worker. Norms and embeddings are compared with
+the sent tensors by fingerprints, without a tolerance. The matrices of linear layers cannot be compared, because vLLM
+fuses, packs or shards them. For these matrices, the received values are counted.
 """
 
 import logging
@@ -18,7 +18,7 @@ from roll_opd.samples.weight_bucket import row_checksums, sampled_rows
 
 
 class WeightVerifier:
-    """Verifies one weight update. The verifier must be constructed before the layerwise reload starts."""
+    """Verifies one weight update. A verifier must be created before the layerwise reload starts."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # this logger warns of layers without weights at every update; `incomplete_layers` checks these layers instead
@@ -31,7 +31,7 @@ class WeightVerifier:
         reset_expert_kernels(model)
 
     def expect(self, entries: Iterable[dict[str, Any]], version: int) -> None:
-        """Record the entries of sent tensors. Raises ValueError if a tensor was sent twice."""
+        """Record the entries of the sent tensors. Raises ValueError if a tensor was sent twice."""
         found = {entry["name"]: entry for entry in entries}
         if repeated := sorted(found.keys() & self._sent.keys()):
             raise ValueError(f"weights sent twice in one update: {_listed(repeated)}")
@@ -41,7 +41,7 @@ class WeightVerifier:
         self._version = version
 
     def finish(self, finalize: Callable[[], None]) -> int:
-        """End the layerwise reload with `finalize`, then verify the model. Return the new version of the weights.
+        """End the layerwise reload by calling `finalize`, and verify the model. Return the new version of the weights.
 
         Raises a RuntimeError that names missing or different weights.
         """
@@ -57,9 +57,9 @@ class WeightVerifier:
 
 
 def clone_pending(model: torch.nn.Module, memory: torch.Tensor) -> None:
-    """Clone the tensors in `memory` (uint8) that incomplete layers still need.
+    """Clone those tensors in a bucket that incomplete layers still need.
 
-    Call this before `memory` is overwritten.
+    Call this function before the bucket is overwritten. `memory` is the mapped bucket, uint8.
     """
     first = memory.data_ptr()
     for layer in model.modules():
@@ -84,10 +84,10 @@ def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
 
 
 def reset_expert_kernels(model: torch.nn.Module) -> None:
-    """Reset the CPU kernels of expert layers, so that vLLM packs their weights again after an update.
+    """Reset the CPU kernels of expert layers, so that vLLM packs the new weights after an update.
 
-    vLLM packs the weights of a layer only when it creates the layer's kernel. Without the reset, the values of an
-    update would be copied into the packed memory without being packed.
+    vLLM packs the weights of a layer only when it creates the kernel of the layer. Without the reset, the new values
+    would be copied into the packed memory without being packed.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -97,9 +97,14 @@ def reset_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) -> list[str]:
-    """Return the layers with missing values as texts such as "model.norm (10 of 64 values)".
+    """Return each layer with missing values as text, for example "model.norm (10 of 64 values)".
 
-    Call this before finalizing.
+    Call this function before the reload is finalized.
+
+    Args:
+        model: the vLLM model.
+        sent: names of all sent tensors.
+        exempt: names of layers that are not checked.
     """
     missing = []
     for name, layer in model.named_modules():
@@ -117,10 +122,15 @@ def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) 
 
 
 def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], version: int) -> None:
-    """Compare the fingerprints of the model's vectors and embeddings with the fingerprints of the sent tensors.
+    """Compare the model's vectors and embeddings with the sent tensors by fingerprints.
 
-    Matrices of linear layers cannot be compared, because vLLM fuses, packs or shards them. Raises RuntimeError if a
-    value differs, or if no tensor could be compared.
+    Matrices of linear layers are not compared, because vLLM fuses, packs or shards them. Raises RuntimeError if a value
+    differs, or if no tensor could be compared.
+
+    Args:
+        model: the vLLM model.
+        sent: entry of each sent tensor, by name.
+        version: version of the weights, for error messages.
     """
     compared, different = 0, []
     for layer_name, layer in model.named_modules():
@@ -142,7 +152,7 @@ def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], versio
 
 
 def matches_fingerprint(layer: torch.nn.Module, parameter: torch.Tensor, entry: dict[str, Any]) -> bool | None:
-    """Return whether `parameter` has the fingerprint in `entry`, or None if the two cannot be compared."""
+    """Return whether a parameter has the fingerprint in `entry`. Return None if the two cannot be compared."""
     expected = entry["fingerprint"].get(str(parameter.dtype).removeprefix("torch."))
     shape = entry["shape"]
     if expected is None or parameter.ndim != len(shape):

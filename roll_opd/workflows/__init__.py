@@ -1,4 +1,4 @@
-"""The public interface for users' workflows. Workflows written for Trinity-RFT only need different imports.
+"""The public interface for users' workflows. A workflow written for Trinity-RFT only needs different imports.
 
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
@@ -135,6 +135,6 @@ def __getattr__(name: str) -> Any:
 def _is_from_import(caller: FrameType) -> bool:
     """Return whether a frame executes `from ... import ...`.
 
-    In all other cases, an AttributeError is raised, because `hasattr` and `getattr` require it.
+    For any other access to a missing name, the caller raises an AttributeError, which `hasattr` and `getattr` require.
     """
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"

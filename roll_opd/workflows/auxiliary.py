@@ -1,4 +1,7 @@
-"""Auxiliary models of a workflow (judges, simulated users, teachers): local engines and remote APIs, never trained."""
+"""Auxiliary models of a workflow, such as judges, simulated users and teachers. They are never trained.
+
+An auxiliary model runs in local engines or behind a remote API.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +21,18 @@ class AuxiliaryModel(ModelWrapper):
     """A frozen model in engines of this run. It is called like the policy, but its responses are not trained on."""
 
     def __init__(self, number: int, sampling: SamplingPlan, *args: Any, **settings: Any) -> None:
-        """Create model `number` of `auxiliary_models`. `sampling` has the default sampling parameters of its calls."""
+        """Create the wrapper of one auxiliary model.
+
+        Args:
+            number: index of the model in `auxiliary_models`.
+            sampling: default sampling parameters of the model.
+        """
         super().__init__(*args, **settings)
         self._number, self._sampling = number, sampling
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """The default sampling parameters, with the names that OpenAI's chat completions use."""
+        """The default sampling parameters, with the parameter names of OpenAI's chat completions."""
         return generate_kwargs(self._sampling)
 
     @property
@@ -40,7 +48,7 @@ class AuxiliaryModel(ModelWrapper):
         return CallTree(self.tokenizer)
 
     def _state(self) -> RunState:
-        """Return a new state for each call. The run keeps no state of auxiliary calls except their number."""
+        """Return a new state for each call. The run itself only keeps the number of auxiliary calls."""
         run = self._run()
         run.auxiliary_calls += 1
         seed = (*run.seed, AUXILIARY_SEEDS + self._number, run.auxiliary_calls)
@@ -61,10 +69,14 @@ class RemoteModel:
     def __init__(
         self, model_name: str, base_url: str, api_key: str, name: str | None = None, seconds: float | None = None
     ) -> None:
-        """Create a client for the model `model_name` of a server. `name` is the model's name in the configuration.
+        """Create a client for a model on a server.
 
-        `seconds` is the timeout of one attempt; None is the default of OpenAI's client. The client makes three
-        attempts.
+        Args:
+            model_name: name of the model on the server.
+            base_url: address of the server's API.
+            api_key: API key of the server.
+            name: name of the model in the configuration.
+            seconds: timeout of one attempt. None means the default of OpenAI's client. The client makes three attempts.
         """
         self._limits = {} if seconds is None else {"timeout": seconds}
         self.base_url, self.api_key = base_url, api_key
@@ -86,7 +98,10 @@ class RemoteModel:
         return self._client(AsyncOpenAI)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return the responses to a conversation. `options` are those of OpenAI's client. Raises openai.APIError."""
+        """Return the responses to a conversation. Raises openai.APIError.
+
+        `options` are the options of chat completions in OpenAI's client.
+        """
         with self.get_openai_client() as client:
             return _read(client.chat.completions.create(model=self.model_path, messages=messages, **options))
 

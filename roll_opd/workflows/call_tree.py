@@ -1,11 +1,13 @@
-"""The tree of a run's model calls: a continued conversation reuses the sampled tokens instead of tokenizing again.
+"""The tree of a run's model calls. A continued conversation keeps the sampled tokens, so they are not tokenized again.
 
-A request continues an earlier call if its text starts with the prompt and the response of that call. The tokens of the
-call are then kept, and only the new text is tokenized. A response that occurs in later messages is rendered with its
-sampled text, even if a client has serialized it differently (as a parsed tool call, for example). If a template renders
-earlier turns differently (without a thought, or with another system prompt), a new branch starts.
+A request continues an earlier call if its text starts with the text of that call, which is its prompt and its response.
+The tokens of the earlier call are then kept, and only the new text is tokenized.
 
-Legend for array axes: T is the number of tokens of a call, and P the number of tokens of its prompt.
+A client may serialize an earlier response differently, for example as a parsed tool call. Therefore such a response is
+rendered with its sampled text. If the chat template renders earlier turns differently, for example without a thought, a
+new branch starts.
+
+In array shapes, T is the number of tokens of a call, and P is the number of tokens of its prompt.
 """
 
 import hashlib
@@ -42,17 +44,17 @@ class Call:
 
     @cached_property
     def text(self) -> str:
-        """Prompt and response."""
+        """Text of the prompt and the response."""
         return self.prompt + self._text_of(self.completion.tokens)
 
     @cached_property
     def response(self) -> str:
-        """Text of the response without its end token. The chat template adds this token again."""
+        """Text of the response without its end token. The chat template adds the end token again."""
         return self._text_of(without_end(self.tokenizer, self.completion.tokens, self.completion.finish_reason))
 
     @cached_property
     def conversation(self) -> bytes:
-        """The `digest` of the request's messages and the response."""
+        """Hash of the conversation that ends with this response (see `digest`)."""
         return digest(reduce(digest, self.messages, b""), self.answer())
 
     def _text_of(self, tokens: np.ndarray) -> str:
@@ -64,22 +66,23 @@ class Call:
 
 
 class CallTree:
-    """Tree of the model calls of one run."""
+    """The tree of all model calls of one run."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.calls: list[Call] = []
 
     def continued(self, text: str) -> Call | None:
-        """Return the longest call that `text` continues.
+        """Return the call that `text` continues, or None.
 
-        If several calls have this length, return the latest of them.
+        If there are several such calls, return the call with the longest text. Among calls of equal text, return the
+        latest.
         """
         found = [call for call in self.calls if text.startswith(call.text)]
         return max(reversed(found), key=lambda call: len(call.text), default=None)
 
     def restored(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a copy of `messages` in which each earlier response is replaced by its sampled text."""
+        """Return a copy of `messages` in which the sampled text replaces each earlier response of this run."""
         if not self.calls or not any(message.get("role") == "assistant" for message in messages):
             return [dict(message) for message in messages]
         known = {call.conversation: call for call in self.calls}
@@ -91,9 +94,10 @@ class CallTree:
         return found
 
     def tokens(self, text: str) -> tuple[np.ndarray, Call | None]:
-        """Return the tokens of a prompt, int64 [P], and the call that the prompt continues.
+        """Return (tokens, call) for the prompt `text`.
 
-        The call is None if the prompt starts a new branch.
+        `tokens` are the tokens of the prompt, int64 [P]. `call` is the call that the prompt continues, or None if the
+        prompt starts a new branch.
         """
         parent = self.continued(text)
         new = text[len(parent.text) :] if parent else text
@@ -110,7 +114,17 @@ class CallTree:
         tools: Sequence[Mapping[str, Any]],
         answer: Callable[[], Mapping[str, Any]],
     ) -> Call:
-        """Add a response to the prompt `tokens`. The callable `answer` returns the response as an assistant message."""
+        """Add a call to the tree and return it.
+
+        Args:
+            prompt: text of the prompt.
+            tokens: tokens of the prompt, int64 [P].
+            completion: the sampled response.
+            parent: call that this call continues, if there is one.
+            messages: messages of the request.
+            tools: tools of the request.
+            answer: function that returns the response as an assistant message.
+        """
         whole = np.concatenate([tokens, completion.tokens])
         self.calls.append(
             Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, tools, answer, parent)
@@ -120,8 +134,8 @@ class CallTree:
     def branches(self) -> list[tuple[Experience, Call]]:
         """Return (experience, last call) for each branch.
 
-        Every response is trained on once. If several branches share a response, only the first of these branches trains
-        on it.
+        Each response is trained on only once. If several branches share a response, it is trained on in the first of
+        them.
         """
         learned: set[Call] = set()
         found = []
@@ -144,13 +158,13 @@ def text_of(tokenizer: Any, tokens: np.ndarray) -> str:
 
 @cache
 def _special(tokenizer: Any) -> dict[int, str]:
-    """Return id -> text of all special tokens, including added tokens such as the end of a turn."""
+    """Return a dict from id to text of all special tokens. It includes added tokens, such as the end of a turn."""
     added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
 def without_end(tokenizer: Any, tokens: np.ndarray, finish_reason: str) -> np.ndarray:
-    """Return a response's tokens without its end token. The chat template adds this token again."""
+    """Return the tokens of a response without its end token. The chat template adds the end token again."""
     ended = finish_reason == "stop" and len(tokens) and int(tokens[-1]) in _special(tokenizer)
     return tokens[:-1] if ended else tokens
 
@@ -164,11 +178,13 @@ def without_special(tokenizer: Any, text: str | None) -> str:
 
 
 def digest(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """Return the digest of a conversation whose last message is `message`.
+    """Return the hash of a conversation.
 
-    `before` is the digest of the previous messages.
+    The hash does not depend on the ids of tool calls or on spaces in the arguments of tool calls.
 
-    The digest does not depend on the ids of tool calls or on spaces in the arguments of tool calls.
+    Args:
+        before: hash of the conversation without its last message.
+        message: last message of the conversation.
     """
     role, content = message.get("role"), message.get("content")
     content = "" if content is None else content
@@ -191,7 +207,8 @@ def _read(arguments: Any) -> Any:
 def experience(path: Sequence[Call], without: "set[Call] | frozenset[Call]" = frozenset()) -> Experience:
     """Return a path of calls as one experience.
 
-    The action mask is False for the tokens between responses and for the responses of the calls in `without`.
+    The action mask is False at all tokens between responses. It is also False at the responses of the calls in
+    `without`.
     """
     first, last = path[0], path[-1]
     length = len(last.tokens) - first.start

@@ -1,10 +1,12 @@
-"""Check that a user's workflow, when it runs, calls those Trinity-RFT hooks that the workflow's class overrides.
+"""Check that a run of a user's workflow calls all Trinity-RFT hooks that the workflow's class overrides.
 
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
-called if its name is mentioned in code that the run reaches, or in any other code of the user's modules. A method that
-passes `self` to other code, or that computes the name of an attribute, may call any hook. If the run reaches such a
-method, all hooks count as called, except the hooks that only the runner calls (`RUN`). A hook that only roll_opd calls
-must accept the arguments of that call.
+called if its name is mentioned in code that the run reaches, or in any other code of the user's modules.
+
+A method may also pass `self` to other code, or compute the name of an attribute. Such a method may call any hook. So if
+the run reaches such a method, all hooks count as called, except the hooks that only the runner calls (`RUN`).
+
+A hook that only roll_opd calls must accept the arguments of that call.
 """
 
 import dis
@@ -43,7 +45,10 @@ HOOKS = {
 
 
 def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield (class and method, problem) for each hook that a user's class overrides but that the run does not call."""
+    """Yield (class and method, problem) for each hook of a user's class that has a problem.
+
+    A problem is a hook that the run never calls, or that is called in a way that the hook does not support.
+    """
     own = [base for base in kind.__mro__ if not base.__module__.startswith((PACKAGE, "builtins"))]
     written = {name: base for base in reversed(own) for name in HOOKS.keys() & vars(base).keys()}
     if not any(isinstance(vars(base)[name], FunctionType | staticmethod) for name, base in written.items()):
@@ -66,7 +71,11 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _async_problem(name: str, hook: Any) -> str | None:
-    """Return the problem if a hook is awaited but cannot be, or is a coroutine but is not awaited; else None."""
+    """Return the problem of a hook whose `async` does not fit its calls, or None.
+
+    Either the hook is awaited but returns nothing that can be awaited, or it is a coroutine function but is not
+    awaited.
+    """
     is_awaited, is_coroutine = name.endswith("_async"), inspect.iscoroutinefunction(hook)
     if is_awaited and not _may_be_awaited(hook) and name != "run_async":
         return "is awaited; write `async def`"
@@ -77,10 +86,10 @@ def _async_problem(name: str, hook: Any) -> str | None:
 
 
 def _call_problem(kind: type, name: str) -> str | None:
-    """Return the problem if a hook does not accept the arguments with which its base class calls it, else None.
+    """Return the problem of a hook that does not accept the arguments of its calls, or None.
 
-    The base class that declares the hook determines the arguments. If the hook has a decorator, the signature of the
-    decorated function is checked, because a decorator may change the arguments.
+    The arguments are those of the base class that declares the hook. If the hook has a decorator, the signature after
+    decoration is checked, because a decorator may change the arguments.
     """
     declared = next(
         (vars(base).get(name) for base in kind.__mro__ if _is_package_class(base) and name in vars(base)), None
@@ -105,8 +114,12 @@ def _is_package_class(base: type) -> bool:
 
 
 def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
-    """Return a map from method name to modules that mention the method, and whether user code may call any method."""
-    both = isinstance(getattr(kind, "is_async", None), property)  # only an instance has the value
+    """Return (mentions, is_open) for the methods that a run may call.
+
+    `mentions` maps the name of each method to the modules that mention it. `is_open` is True if user code may call any
+    method.
+    """
+    both = isinstance(getattr(kind, "is_async", None), property)  # a property has a value only for an instance
     entries = ["run", "run_async"] if both else ["run_async" if flag(kind, "is_async") else "run"]
     entries += ["reset"] if flag(kind, "can_reset") or callable(getattr(kind, "resettable", None)) else []
     entries += ["set_repeat_times"] if flag(kind, "can_repeat") else ["set_single_run_context"]
@@ -120,7 +133,7 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
                 own = (own - TWINS.keys()) | set(_self_attributes(code))
             else:
                 is_open = is_open or _passes_self(code)
-            for name in own - {method}:  # a method that calls the method of its base
+            for name in own - {method}:  # a method may call the same method of its base class
                 if name not in found:
                     left.append(name)
                 found.setdefault(name, set()).add(base.__module__)
@@ -128,10 +141,9 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
 
 
 def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
-    """Yield (class, code) of a method and of the base methods that it may call.
+    """Yield (class, code) for a method, and for each method of a base class that it may call through super().
 
-    If the code of the method mentions the method's own name, it may call super(), so the method of the next base class
-    is also yielded.
+    A method is assumed to call super() if its code mentions its own name.
     """
     for base in kind.__mro__:
         codes = list(codes_of(vars(base).get(name)))
@@ -141,7 +153,7 @@ def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
 
 
 def _mentioned_elsewhere(own: Sequence[type]) -> set[str]:
-    """Return the names that functions and other classes of the user's modules mention."""
+    """Return the names that the functions and the other classes of the user's modules mention."""
     found: set[str] = set()
     for module in {kind.__module__ for kind in own} & sys.modules.keys():
         for part in list(vars(sys.modules[module]).values()):
@@ -153,7 +165,10 @@ def _mentioned_elsewhere(own: Sequence[type]) -> set[str]:
 
 
 def codes_of(part: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, a method or a property, of its decorators, and of functions in their closures."""
+    """Yield the code of a function, a method or a property.
+
+    The code of decorators is included, and that of functions in closures.
+    """
     if isinstance(part, property):
         left: list[Any] = [part.fget, part.fset]
     else:
@@ -181,7 +196,7 @@ def _cell_value(cell: CellType) -> Any:
 
 
 def _may_be_awaited(hook: Any) -> bool:
-    """Return whether a function is a coroutine function, or returns a value that may be awaitable."""
+    """Return whether the return value of a function may be awaited."""
     for code in codes_of(hook):
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE):
             return True
@@ -193,7 +208,7 @@ def _may_be_awaited(hook: Any) -> bool:
 
 
 def _passes_self(code: CodeType, own: str = "") -> bool:
-    """Return whether a method passes `self` to other code, or computes the name of an attribute that it reads."""
+    """Return whether a method passes `self` to other code, or reads an attribute whose name it computes."""
     own = own or next(iter(code.co_varnames), "self")
     found = [(each.opname, each.argval) for each in dis.get_instructions(code)]
     padded = [("", ""), ("", ""), *found, ("", ""), ("", "")]
@@ -220,7 +235,7 @@ def _self_attributes(code: CodeType) -> Iterator[str]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names in code, and also strings that may be names, as in `getattr(self, "reward")`."""
+    """Yield the names in the code. Strings that may be names are included, as in `getattr(self, "reward")`."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""OpenAI clients of the policy for the calling run, and the model attributes that Trinity-RFT's workflows read."""
+"""OpenAI clients of the policy for the calling run, and the model attributes that workflows of Trinity-RFT read."""
 
 import ssl
 from collections.abc import Callable
@@ -24,38 +24,38 @@ NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> alternative here
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The value of a model's `config`, with the attributes that Trinity-RFT's workflows read."""
+    """The attribute `config` of a model. It has the fields that workflows of Trinity-RFT read."""
 
     model_path: str
     name: str | None = None  # name of an auxiliary model in the configuration
 
 
 def generate_kwargs(sampling: SamplingPlan) -> dict[str, Any]:
-    """Return sampling parameters under the names of OpenAI's chat completions."""
+    """Return sampling parameters with the parameter names of OpenAI's chat completions."""
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_new_tokens}
 
 
 class ModelClients(RunAccess):
-    """Name, addresses and OpenAI clients of a model."""
+    """The name, the addresses and the OpenAI clients of a model."""
 
     config: ModelFacts
     endpoint: Any = None  # HTTP server of this model
 
     @property
     def model_path(self) -> str:
-        """Directory of the model, which is also the model's name in requests of OpenAI clients."""
+        """Directory of the model. It is also the name of the model in requests."""
         return self.config.model_path
 
     model_name = model_path
 
     @property
     def model_config(self) -> ModelFacts:
-        """Alias of `config`, as in Trinity-RFT."""
+        """Same as `config`, under the name that Trinity-RFT uses."""
         return self.config
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """Default sampling parameters, under the names of OpenAI's chat completions."""
+        """Default sampling parameters, with the parameter names of OpenAI's chat completions."""
         return generate_kwargs(self._run().sampling)
 
     @property
@@ -65,21 +65,24 @@ class ModelClients(RunAccess):
 
     @property
     def base_url(self) -> str:
-        """The `base_url` of an OpenAI client whose key is `api_key`."""
+        """The `base_url` for an OpenAI client that uses the key of this run (`api_key`)."""
         return f"{self.api_address}/v1"
 
     @property
     def session_url(self) -> str:
-        """The `base_url` of an OpenAI client whose key is `endpoint_api_key`; the path has the session of this run."""
+        """The `base_url` for an OpenAI client that uses the key of the server (`endpoint_api_key`).
+
+        The path contains the id of this run's session.
+        """
         return f"{self.api_address}/sessions/{self._endpoint.session(self._run()).id}/v1"
 
     @property
     def api_key(self) -> str:
-        """API key of this run, which is valid until the run ends. Requests with this key belong to the run."""
+        """API key of this run. Requests with this key belong to the run. The key is valid until the run ends."""
         return str(self._endpoint.session(self._run()).key)
 
     def get_openai_client(self) -> Any:
-        """Return an `openai.OpenAI` client for use in threads. Requests of the client belong to the calling run."""
+        """Return an `openai.OpenAI` client for use in threads. Its requests belong to the calling run."""
         from openai import DefaultHttpxClient, OpenAI
 
         def key() -> str:
@@ -89,7 +92,7 @@ class ModelClients(RunAccess):
         return self._client(OpenAI, key, DefaultHttpxClient)
 
     def get_openai_async_client(self) -> Any:
-        """Return an `openai.AsyncOpenAI` client. Requests of the client belong to the calling run."""
+        """Return an `openai.AsyncOpenAI` client. Its requests belong to the calling run."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         async def key() -> str:

@@ -1,4 +1,4 @@
-"""The model interface of workflows: `chat` and `generate` return experiences with the sampled tokens and log-probs."""
+"""The model interface of workflows. `chat` and `generate` return experiences with the sampled tokens and log-probs."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ _IGNORED = {"logprobs", "top_logprobs", "timeout", "lora_request", "return_token
 
 
 class EngineClient(Protocol):
-    """Interface of the inference engines."""
+    """Interface through which workflows call the inference engines."""
 
     async def generate(
         self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
@@ -57,12 +57,15 @@ AsMessage = Callable[[Experience], Mapping[str, Any]]
 
 
 def text_message(response: Experience) -> dict[str, Any]:
-    """Return a response as an assistant message."""
+    """Return a response as an assistant message with its text."""
     return {"role": "assistant", "content": response.response_text}
 
 
 class Responses(list):
-    """The list of responses of one call. An attribute that a list lacks is read from the first response."""
+    """The list of responses of one call.
+
+    An attribute that a list does not have is read from the first response.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self:
@@ -71,7 +74,11 @@ class Responses(list):
 
 
 class ModelWrapper(ModelClients):
-    """A client of the policy. Methods without `_async` block and must not be called on the event loop."""
+    """A client of the policy.
+
+    `chat`, `generate`, `logprobs` and `model_version` block, so they must not be called on the event loop. Call their
+    `_async` forms there.
+    """
 
     enable_history = True  # responses are kept until the run ends or extracts them
 
@@ -91,14 +98,16 @@ class ModelWrapper(ModelClients):
         self._most_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return `n` responses to a conversation, rendered with the tokenizer's chat template.
+        """Return `n` responses to a conversation, which is rendered with the tokenizer's chat template.
 
-        `options` are sampling parameters of vLLM and OpenAI (n, temperature, top_p, top_k, max_tokens, stop,
-        repetition_penalty), with defaults from the configuration. `tools` and `chat_template_kwargs` are passed to the
-        template.
+        Raises NoRoomError if the conversation leaves no room for a response. Raises ValueError if the chat template
+        drops a message, a tool or a tool call.
 
-        Raises NoRoomError if the conversation leaves no room for a response. Raises ValueError if the template drops a
-        message, a tool or a call.
+        Args:
+            messages: the conversation.
+            options: sampling parameters of vLLM and OpenAI (n, temperature, top_p, top_k, max_tokens, stop,
+                repetition_penalty). The defaults come from the configuration. `tools` and `chat_template_kwargs` are
+                passed to the chat template.
         """
         return self._wait(self.chat_async(messages, **options))
 
@@ -116,9 +125,10 @@ class ModelWrapper(ModelClients):
         as_message: AsMessage | None = None,
         **options: Any,
     ) -> list[tuple[Experience, Call]]:
-        """Return `n` responses to a conversation, as `chat` does, each with its entry in the call tree.
+        """Return `n` pairs (response, call) for a conversation. The responses are those of `chat`.
 
-        `as_message` converts a response to an assistant message. If it is None, the message has the response's text.
+        `call` is the entry of the response in the call tree. The function `as_message` converts a response to an
+        assistant message. If it is None, the message has the text of the response.
         """
         given = [dict(message) for message in messages]
         continues = continue_final_message
@@ -129,7 +139,7 @@ class ModelWrapper(ModelClients):
         text = self._conversation(
             tree, given, tools, chat_template_kwargs, continues=continues, add_generation_prompt=not continues
         )
-        # not tokenized, which would be slow: the text is too long with any tokenizer
+        # the text is not tokenized, which would be slow: it has too many tokens with any tokenizer
         if len(text) > self._most_characters:
             raise NoRoomError(
                 f"the prompt has {len(text)} characters, which leaves no room for a response: prompt and response may"
@@ -149,7 +159,7 @@ class ModelWrapper(ModelClients):
         return answered
 
     async def get_message_token_len(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of prompt tokens that `chat` would send for a conversation, without a model call."""
+        """Return the number of prompt tokens that `chat` would send for a conversation. The model is not called."""
         given = [dict(message) for message in messages]
         tree = self._tree()
         continues = bool(given) and given[-1].get("role") == "assistant"
@@ -157,7 +167,7 @@ class ModelWrapper(ModelClients):
         return len(tree.tokens(text)[0])
 
     def forget(self, answered: Sequence[tuple[Experience, Call]]) -> None:
-        """Remove responses that `answer` returned but that could not be delivered to the client."""
+        """Remove responses that could not be delivered to the client. `answered` is a return value of `answer`."""
         run, lost = RUN.get(), [part for pair in answered for part in pair]
         tree = run.tree_of(self.tokenizer)
         tree.calls = [call for call in tree.calls if call not in lost]
@@ -172,8 +182,8 @@ class ModelWrapper(ModelClients):
         """Return a conversation of this run as one experience with the sampled tokens and log-probs.
 
         Tokens between responses are masked, and text after the last response is dropped. If the chat template rewrites
-        earlier turns, the experience has only the last call, and `branches` returns the others. Raises ValueError if
-        the conversation does not belong to this run.
+        earlier turns, the experience has only the last call, and `branches` returns the experiences of the other calls.
+        Raises ValueError if the conversation does not belong to this run.
         """
         given = [dict(message) for message in messages]
         tree = self._run().tree_of(self.tokenizer)
@@ -196,14 +206,17 @@ class ModelWrapper(ModelClients):
         return self.convert_messages_to_experience(messages, tools)
 
     def branches(self) -> list[Experience]:
-        """Return one experience for each conversation of this run. Every sampled token is trained on once.
+        """Return one experience for each conversation of this run. Each sampled token is trained on once.
 
-        A call whose messages do not continue an earlier call starts a new conversation.
+        If the messages of a call do not continue an earlier call, they start a new conversation.
         """
         return [self._described(made, call.completion) for made, call in self._run().tree_of(self.tokenizer).branches()]
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
-        """Return `n` responses to each text, in the order of the texts. The `options` are the same as in `chat`."""
+        """Return `n` responses to each prompt, in the order of the prompts.
+
+        `options` are the sampling parameters of `chat`.
+        """
         return self._wait(self.generate_async(prompts, **options))
 
     async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:
@@ -219,9 +232,9 @@ class ModelWrapper(ModelClients):
         return found
 
     def logprobs(self, tokens: Sequence[int] | Tensor, temperature: float = 1.0) -> Tensor:
-        """Return the log-probs of tokens 1 to T-1 at temperature 1, f32 [T-1].
+        """Return the log-probs of all tokens after the first, at temperature 1, f32 [T-1].
 
-        T must be less than the maximum sequence length, because the engine also samples one token.
+        The number of tokens T must be less than the maximum sequence length, because the engine also samples one token.
         """
         return self._wait(self.logprobs_async(tokens, temperature))
 
@@ -234,18 +247,18 @@ class ModelWrapper(ModelClients):
 
     @property
     def model_version(self) -> int:
-        """The version of the engines' weights, which is the number of weight updates so far."""
+        """Version of the weights in the engines, which is the number of weight updates so far."""
         return self._wait(self._engines.weights_version())
 
     @property
     async def model_version_async(self) -> int:
-        """The version of the engines' weights, which is the number of weight updates so far."""
+        """Version of the weights in the engines, which is the number of weight updates so far."""
         return await self._engines.weights_version()
 
     async def _respond(
         self, run: RunState, prompts: Sequence[np.ndarray], options: Mapping[str, Any]
     ) -> list[list[tuple[Experience, Completion]]]:
-        """Return the `n` responses to each prompt."""
+        """Return a list of `n` pairs (response, completion) for each prompt."""
         sampling = sampling_of(run.sampling, options)
         longest = max(map(len, prompts), default=0)
         room = self._max_model_len - longest
@@ -276,7 +289,10 @@ class ModelWrapper(ModelClients):
         return self._described(made, completion)
 
     def _described(self, made: Experience, last: Completion) -> Experience:
-        """Set the response text of `made`, decoded from the completion `last`."""
+        """Set the response text of an experience, and return the experience.
+
+        The text is decoded from `last`, the last completion of the experience.
+        """
         made.response_text = partial(self.tokenizer.decode, last.tokens, skip_special_tokens=True)
         return made
 
@@ -290,9 +306,10 @@ class ModelWrapper(ModelClients):
         continues: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Render a conversation with the chat template, in which earlier responses have their sampled text.
+        """Render a conversation with the chat template.
 
-        Raises ValueError if the template drops a message, a tool or a call.
+        Earlier responses of the run are rendered with their sampled text. Raises ValueError if the chat template drops
+        a message, a tool or a tool call.
         """
         given_tools = [dict(tool) for tool in tools or ()]
         write = partial(
@@ -320,7 +337,7 @@ class ModelWrapper(ModelClients):
 
 
 def sampling_of(sampling: SamplingPlan, options: Mapping[str, Any]) -> SamplingPlan:
-    """Return a copy of `sampling` with the `options` of a call. Raises TypeError for an unknown option."""
+    """Return a copy of `sampling` with the options of one call. Raises TypeError for an unknown option."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name in _SAMPLING:

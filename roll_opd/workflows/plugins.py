@@ -23,9 +23,10 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def load_plugins(directory: str) -> None:
-    """Import every module of a directory in this process, each under its file name.
+    """Import every module of a directory in this process. The name of a module is its file name without the suffix.
 
-    Raises WorkflowError if an import fails (with the traceback) or if another module has the name of a file.
+    Raises WorkflowError with the traceback if an import fails. Raises WorkflowError if another module already has the
+    name.
     """
     path = Path(directory).resolve()
     if not path.is_dir():
@@ -58,7 +59,10 @@ def load_plugins(directory: str) -> None:
 
 
 def find_workflow(name: str, plugin_dir: str | None) -> Any:
-    """Return the workflow class `name`. Raises WorkflowError if the class is missing or incomplete."""
+    """Return the workflow class with the name `name`.
+
+    Raises WorkflowError if the class does not exist, or if it is incomplete.
+    """
     if plugin_dir:
         load_plugins(plugin_dir)
     found: Any = WORKFLOWS.find(name)
@@ -82,13 +86,16 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
 
 
 def _has(kind: type, method: str) -> bool:
-    """Return whether a class overrides a method of the interface."""
+    """Return whether a workflow class overrides a method of the base class."""
     own = getattr(kind, method, None)
     return callable(own) and own not in (getattr(Workflow, method), getattr(WorkflowWithRecording, method))
 
 
 def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any]) -> Any:
-    """Return the reward function class `name`. Raises WorkflowError if it is missing or rejects `arguments`."""
+    """Return the reward function class with the name `name`.
+
+    Raises WorkflowError if the class does not exist, or if it does not accept `arguments`.
+    """
     if plugin_dir:
         load_plugins(plugin_dir)
     found: Any = REWARD_FUNCTIONS.find(name)
@@ -100,7 +107,7 @@ def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any])
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, starting at the first frame of user code."""
+    """Return the traceback of an error from the first frame of user code on."""
     # an `exit()` is re-raised as another error, so the user's frame is in the traceback of the cause
     shown = error.__cause__ if isinstance(error.__cause__, SystemExit | KeyboardInterrupt) else error
     frames = traceback.extract_tb(shown.__traceback__)
@@ -109,7 +116,10 @@ def own_traceback(error: BaseException) -> str:
 
 
 def _is_library_frame(file: str) -> bool:
-    """Return whether a file belongs to this package, to Ray or to the standard library, which call the user's code."""
+    """Return whether a file belongs to this package, to Ray or to the standard library.
+
+    The frames of such files come before the frames of user code in a traceback.
+    """
     package, library = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
     if "site-packages" in file:
         return f"{os.sep}ray{os.sep}" in file

@@ -1,7 +1,7 @@
 """Prompt templates of environments, and ROLL's environment managers that select them.
 
-A template renders a turn of a game as a user message. A manager is selected by its class path.
-It makes one sample per action or one sample per conversation.
+A template renders one turn of a game as a user message. The class path of a manager selects the manager. A manager
+makes either one sample per action or one sample per conversation.
 """
 
 import re
@@ -27,7 +27,9 @@ SINGLE_TURN_FIELDS = {
 def filled(settings: Mapping[str, Any], **values: Any) -> str:
     """Return the user message of one turn of a game.
 
-    `settings` has the templates (keys of `EnvironmentKeys`), and `values` has the values of the templates' fields.
+    Args:
+        settings: settings of the environment, with the templates. The keys are fields of `EnvironmentKeys`.
+        values: values of the fields in the templates.
     """
     before, after = settings["pre_step_template"], settings["next_step_template"]
     if before is None and after is None:
@@ -37,7 +39,7 @@ def filled(settings: Mapping[str, Any], **values: Any) -> str:
 
 
 def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for each template of `settings` that `filled` cannot render."""
+    """Yield (key, problem) for each template in `settings` that `filled` could not render."""
     known = dict(_known(settings), max_response_length=settings["max_tokens_per_step"])
     for key in _keys(settings):
         template = settings[key] or ""
@@ -58,9 +60,9 @@ def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def missing_observation_field(settings: Mapping[str, Any]) -> str | None:
-    """Return the name of the observation's field if the template lacks this field, else None.
+    """Return the name of the observation field if the template lacks this field, else None.
 
-    Without the field, the model would not see the observation.
+    Without this field, the model would not see the observation.
     """
     needed = "current_observation" if makes_steps(settings["env_manager_cls"]) else "observation"
     shown = "agent_template" not in _keys(settings) or needed in map(_name, _fields(settings["agent_template"]))
@@ -72,7 +74,7 @@ def _known(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _keys(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of the templates that `filled` reads."""
+    """Return the keys of the templates that `filled` uses."""
     around = tuple(key for key in ("pre_step_template", "next_step_template") if settings[key] is not None)
     return around or ("agent_template",)
 
@@ -82,7 +84,7 @@ def _fields(template: str) -> list[str]:
 
 
 def _name(field: str) -> str:
-    """Return the name at the start of a field expression: `observation` for `observation[0]`."""
+    """Return the field name at the start of a field expression, for example `observation` for `observation[0]`."""
     return re.split(r"[.\[]", field, maxsplit=1)[0]
 
 
@@ -93,7 +95,7 @@ PACKAGE = "roll.pipeline.agentic.env_manager"
 
 
 def makes_steps(env_manager_cls: str | None) -> bool:
-    """Return whether the manager with this class path makes one sample per action.
+    """Return whether the environment manager with this class path makes one sample per action.
 
     ROLL's default manager makes one sample per conversation.
     """
@@ -101,7 +103,7 @@ def makes_steps(env_manager_cls: str | None) -> bool:
 
 
 def manager_problem(env_manager_cls: str | None) -> str | None:
-    """Return the problem of a manager's class path, or None if ROLL has this manager and it is supported."""
+    """Return the problem of a manager's class path, or None if the manager is supported."""
     if env_manager_cls is None:
         return None
     name, known = _class_of(env_manager_cls), (CONVERSATION, *STEP_WISE)

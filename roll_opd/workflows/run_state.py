@@ -1,4 +1,4 @@
-"""The state of a workflow run: model calls, history and reward, and the teachers' prompts for its calls."""
+"""The state of a workflow run: its model calls, its history, its reward, and the teachers' prompts for its calls."""
 
 import asyncio
 import json
@@ -23,7 +23,10 @@ Value = TypeVar("Value")
 
 @dataclass
 class RunState:
-    """State of one workflow call. A call produces one run of a prompt, or several runs with `can_repeat`."""
+    """State of one call of a workflow.
+
+    The call produces one run of a prompt, or several runs if the workflow sets `can_repeat`.
+    """
 
     group: int  # all calls of a group go to the same engine
     seed: tuple[int, ...]  # (training seed, draw)
@@ -42,7 +45,7 @@ class RunState:
     stuck: bool = False  # whether user code that cannot be stopped still runs in this process
 
     def seeds(self, n: int) -> list[int]:
-        """Return the seeds of the `n` responses of the next model call.
+        """Return `n` seeds, one for each response of the next model call.
 
         The responses of the first call have the same seeds as in a single-turn run.
         """
@@ -58,17 +61,20 @@ class RunState:
 
     @property
     def calls_made(self) -> list[Call]:
-        """The model calls whose prompts were given as messages."""
+        """The model calls of this run whose prompt was given as messages."""
         return self.turns.calls if self.turns else []
 
     def tree_of(self, tokenizer: Any) -> CallTree:
-        """Return the call tree."""
+        """Return the call tree. The first access creates it."""
         if self.turns is None:
             self.turns = CallTree(tokenizer)
         return self.turns
 
     def take_reward(self, body: bytes | str) -> None:
-        """Set the reward from JSON: a number, or an object with `reward` and `metrics`. Raises ValueError."""
+        """Set the reward from JSON. Raises ValueError if the JSON is not valid.
+
+        The JSON is a number, or an object with `reward` and optionally `metrics`.
+        """
         try:
             read = json.loads(body)
         except RecursionError:
@@ -88,9 +94,9 @@ RUN: ContextVar[RunState] = ContextVar("run")
 
 
 class RunAccess:
-    """Base class of a model wrapper, with access to the calling run.
+    """Base class of a model wrapper. It gives access to the run that calls the model.
 
-    It has the history, the reward and the state of the run, and makes blocking calls possible from threads.
+    It has the history, the reward and the state of that run. It also lets threads make blocking calls.
     """
 
     tokenizer: Any
@@ -98,27 +104,30 @@ class RunAccess:
 
     @property
     def reward(self) -> float | None:
-        """The reward that an agent has posted for this run, or None if no reward was posted."""
+        """The reward that an agent has posted for this run, or None."""
         return self._run().reward
 
     def take_reward(self, body: bytes | str) -> None:
-        """Set this run's reward, as if an agent had posted it; see `RunState.take_reward`."""
+        """Set the reward of this run, as if an agent had posted it. See `RunState.take_reward`."""
         self._run().take_reward(body)
 
     @property
     def history(self) -> list[Experience]:
-        """Responses of this run, in order."""
+        """The responses of this run, in the order of the calls."""
         return self._run().history
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """Return this run's responses since the history was last cleared."""
+        """Return the responses of this run that are in the history. Clear the history if `clear_history` is set."""
         found = list(self.history)
         if clear_history:
             self.history.clear()
         return found
 
     async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
-        """Store the workflow's state, a map from name to value, until the run ends."""
+        """Add entries to the stored state of this run.
+
+        The state is a dict from name to value. It is kept until the run ends.
+        """
         self._run().notes.update(state)
 
     async def get_workflow_state(self) -> dict[str, Any]:
@@ -145,15 +154,15 @@ class RunAccess:
         return run
 
     def _state(self) -> RunState:
-        """Return the run state in which a model call is recorded."""
+        """Return the state in which the next model call is recorded."""
         return self._run()
 
     def _tree(self) -> CallTree:
-        """Return the tree of calls that a conversation may continue."""
+        """Return the call tree whose calls a conversation may continue."""
         return self._run().tree_of(self.tokenizer)
 
     def _may_wait(self) -> None:
-        """Raise RuntimeError on the event loop, where a blocking call would stop all runs."""
+        """Raise RuntimeError if this is the event loop, because a blocking call would stop all runs."""
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -177,18 +186,22 @@ class RunAccess:
 
 
 class TeacherContexts:
-    """Builds teachers' prompts from the model calls of a workflow."""
+    """Builds the teachers' prompts for the model calls of a workflow."""
 
     def __init__(self, contexts: Sequence[ContextPlan], tokenizer: Any) -> None:
-        """Create a builder with the student's `tokenizer`."""
+        """Create a builder. `tokenizer` is the student's tokenizer."""
         self._contexts, self._prompts = contexts, TeacherPrompts(contexts, tokenizer)
 
     def prompts(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> dict[str, np.ndarray]:
-        """Return a map from teacher to prompt tokens, int64 [P], for the student's prompt `tokens`.
+        """Return a dict from teacher to prompt tokens, int64 [P].
 
-        A teacher reads these tokens in place of the student's prompt.
+        Each teacher reads its prompt tokens in place of the student's prompt. Raises ValueError if no call of the run
+        has the student's prompt, or if a context cannot be added to the prompt.
 
-        Raises ValueError if no call of the run has these tokens, or if a context cannot be added to the call's prompt.
+        Args:
+            tokens: tokens of the student's prompt.
+            run: the run that made the call.
+            prompt: the prompt of the run in the data.
         """
         if not self._contexts:
             return {}
@@ -202,7 +215,10 @@ class TeacherContexts:
         return found
 
     def _row(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> Row:
-        """Return a dataset row with the messages or the text of the call whose prompt is `tokens`."""
+        """Return a dataset row with the prompt of a call, as messages or as text.
+
+        `tokens` are the tokens of the call's prompt.
+        """
         key = self._contexts[0].key
         call = next((c for c in run.calls_made if np.array_equal(c.tokens[: c.start], tokens)), None)
         messages, text = (call.messages, None) if call else ((), run.texts.get(tokens.astype(np.int64).tobytes()))

@@ -1,7 +1,7 @@
-"""Base classes of users' workflows: multi-step, multi-turn, and agents that call the policy at an OpenAI address.
+"""Base classes of users' workflows: multi-step, multi-turn, and agents that call the policy over HTTP.
 
-A step is one call of `step` (or `step_async`), which may call the model any number of times. The experiences of a step
-have the step's number in `eid.step`, from which multi-step advantages are computed.
+A step is one call of `step` or `step_async`, which may call the model any number of times. Each experience has the
+number of its step in `eid.step`. Multi-step advantages are computed from these numbers.
 """
 
 import json
@@ -16,7 +16,7 @@ STEPS = "actual_env_steps"  # metric: number of steps of a run (the name is Trin
 
 
 class _Steps(Workflow):
-    """Shared parts of multi-step workflows."""
+    """Base class of all multi-step workflows."""
 
     _own_client: Any = None
 
@@ -33,7 +33,10 @@ class _Steps(Workflow):
 
     @property
     def client(self) -> Any:
-        """OpenAI client of this run, created on first use, or None if `use_openai_client` is not set."""
+        """OpenAI client of this run. It is created on first use.
+
+        Without `use_openai_client`, it is None.
+        """
         if self._own_client is not None:
             return self._own_client
         run = (self.model.base_url, self.model.api_key) if self._uses_client else ("", "")
@@ -49,19 +52,19 @@ class _Steps(Workflow):
 
     @property
     def max_step_num(self) -> int:
-        """Maximum number of steps of a run. Override it."""
+        """Maximum number of steps of a run. Override this property."""
         raise NotImplementedError(f"{type(self).__name__} has no property max_step_num; write it")
 
     def step(self, step_num: int) -> bool:
-        """Do one step, and return whether the run continues. Override it."""
+        """Do one step. Return whether the run continues. Override this method."""
         raise NotImplementedError(f"{type(self).__name__} has no method step; write it")
 
     async def step_async(self, step_num: int) -> bool:
-        """Do one step, and return whether the run continues. Override it in asynchronous workflows."""
+        """Do one step. Return whether the run continues. Override this method in asynchronous workflows."""
         raise NotImplementedError(f"{type(self).__name__} has no method step_async; write it")
 
     def _of_step(self, number: int) -> list[Experience]:
-        """Return the experiences of the latest step."""
+        """Return the experiences of the latest step, and set `number` as their step."""
         made = self.model.extract_experience_from_history()
         for one in made:
             one.eid.step = number
@@ -69,7 +72,7 @@ class _Steps(Workflow):
 
 
 class StepWiseRewardWorkflow(_Steps):
-    """Workflow with a reward per step. Implement `step`, `reward` and `max_step_num`."""
+    """Workflow with a separate reward for each step. Implement `step`, `reward` and `max_step_num`."""
 
     def run(self) -> list[Experience]:
         """Return the experiences of all steps."""
@@ -83,12 +86,12 @@ class StepWiseRewardWorkflow(_Steps):
         return made
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of a step with the experiences `exps`. Override it."""
+        """Return the reward of a step. Override this method. `exps` are the experiences of the step."""
         raise NotImplementedError(f"{type(self).__name__} has no method reward; write it")
 
 
 class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
-    """`StepWiseRewardWorkflow` in a coroutine. Implement `step_async`, `reward_async` and `max_step_num`."""
+    """`StepWiseRewardWorkflow` as a coroutine. Implement `step_async`, `reward_async` and `max_step_num`."""
 
     is_async = True
 
@@ -104,12 +107,15 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
         return made
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of a step with the experiences `exps`. Override it."""
+        """Return the reward of a step. Override this method. `exps` are the experiences of the step."""
         raise NotImplementedError(f"{type(self).__name__} has no method reward_async; write it")
 
 
 class RewardPropagationWorkflow(_Steps):
-    """Workflow with one reward for all steps, computed at the end. Implement `step`, `reward` and `max_step_num`."""
+    """Workflow with one reward for all steps. Implement `step`, `reward` and `max_step_num`.
+
+    The reward is computed after the last step.
+    """
 
     def run(self) -> list[Experience]:
         """Return the experiences of all steps."""
@@ -123,12 +129,12 @@ class RewardPropagationWorkflow(_Steps):
         return rewarded(made, self.reward(made), {STEPS: number + 1})
 
     def reward(self, exps: list[Experience]) -> float:
-        """Return the reward of the run with the experiences `exps`. Override it."""
+        """Return the reward of the run. Override this method. `exps` are the experiences of all steps."""
         raise NotImplementedError(f"{type(self).__name__} has no method reward; write it")
 
 
 class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
-    """`RewardPropagationWorkflow` in a coroutine. Implement `step_async`, `reward_async` and `max_step_num`."""
+    """`RewardPropagationWorkflow` as a coroutine. Implement `step_async`, `reward_async` and `max_step_num`."""
 
     is_async = True
 
@@ -144,14 +150,14 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
         return rewarded(made, await self.reward_async(made), {STEPS: number + 1})
 
     async def reward_async(self, exps: list[Experience]) -> float:
-        """Return the reward of the run with the experiences `exps`. Override it."""
+        """Return the reward of the run. Override this method. `exps` are the experiences of all steps."""
         raise NotImplementedError(f"{type(self).__name__} has no method reward_async; write it")
 
 
 def rewarded(
     experiences: Sequence[Experience], reward: float, metrics: dict[str, float] | None = None
 ) -> list[Experience]:
-    """Set the same reward and metrics on all `experiences`, and return the experiences."""
+    """Set the same reward and the same metrics on all experiences. Return the experiences."""
     for one in experiences:
         one.reward = reward
         one.metrics.update(metrics or {})
@@ -159,10 +165,10 @@ def rewarded(
 
 
 class MultiTurnWorkflow(Workflow):
-    """Base class that converts a multi-turn conversation to one experience.
+    """Base class of workflows that convert a multi-turn conversation to one experience.
 
-    Only the model's turns are trained on. One call makes one run of a task, as in Trinity-RFT. A subclass that makes
-    all runs in one call sets `can_repeat = True` and the `eid.run` of each experience.
+    Only the model's turns are trained on. As in Trinity-RFT, one call makes one run of a task. A subclass may make all
+    runs in one call. It must then set `can_repeat = True` and the `eid.run` of each experience.
     """
 
     def process_messages_to_experience(
@@ -172,9 +178,10 @@ class MultiTurnWorkflow(Workflow):
         info: Mapping[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Return a conversation of this run as one experience. The numbers in `info` become metrics of the experience.
+        """Return a conversation of this run as one experience.
 
-        Raises ValueError if this run has no such conversation.
+        The entries of `info` are added to the `info` of the experience. Numbers in `info` also become metrics. Raises
+        ValueError if this run has no such conversation.
         """
         return self._described(self.model.convert_messages_to_experience(messages), reward, info, truncate_status)
 
@@ -201,11 +208,13 @@ class MultiTurnWorkflow(Workflow):
 
 
 class WorkflowWithRecording(Workflow):
-    """Base class of workflows whose agent calls the policy with `base_url`, `api_key` and `model_name`.
+    """Base class of workflows with an agent that calls the policy over HTTP.
 
-    The responses to the agent's requests are trained on. Implement `run_async`, which calls `update_reward` and returns
-    the run's metrics as a map from name to number. Each conversation of a run is one experience, as with
-    `agent_workflow`.
+    The agent uses `base_url`, `api_key` and `model_name`. The responses to its requests are trained on. As with
+    `agent_workflow`, each conversation becomes one experience.
+
+    Implement `run_async`. It calls `update_reward`, and it returns the metrics of the run as a dict from name to
+    number.
     """
 
     is_async = True
@@ -219,23 +228,23 @@ class WorkflowWithRecording(Workflow):
 
     @property
     def base_url(self) -> str:
-        """The address of the policy, ending in /v1."""
+        """Base URL of the policy, which ends in /v1."""
         return self.model.base_url
 
     @property
     def api_key(self) -> str:
-        """The key of this run."""
+        """API key of this run."""
         return self.model.api_key
 
     @property
     def model_name(self) -> str:
-        """The name of the policy. A request with another model name is also answered by the policy."""
+        """Name of the policy. The policy also answers requests with any other model name."""
         return self.model.model_path
 
     async def update_reward(
         self, reward: float, info: Mapping[str, Any] | None = None, sample_ids: Sequence[str] | None = None
     ) -> None:
-        """Set the reward of all experiences of the run, and add the entries of `info` to the `info` of each experience.
+        """Set the reward of all experiences of the run, and add `info` to their `info`.
 
         A later call replaces the reward. Raises ValueError if the reward is not a finite number, or if `sample_ids` is
         given.
@@ -249,13 +258,14 @@ class WorkflowWithRecording(Workflow):
         self._info.update(info or {})
 
     async def run_async(self) -> Any:
-        """Run the agent on the task and return the metrics of the run. Override it."""
+        """Run the agent on the task. Return the metrics of the run. Override this method."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
     def experiences_of(self, returned: Any) -> list[Experience]:
-        """Return one experience per conversation of the agent. The metrics in `returned` are added to the first one.
+        """Return one experience for each conversation of the agent.
 
-        Raises TypeError if `returned` is neither a mapping nor None.
+        The metrics in `returned` are added to the first experience. Raises TypeError if `returned` is neither a mapping
+        nor None.
         """
         if returned is not None and not isinstance(returned, Mapping):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Check the name and arguments of a configured workflow, with advice for workflows of Trinity-RFT 0.6.0."""
+"""Check the name and the arguments of a configured workflow, and give advice on workflows of Trinity-RFT 0.6.0."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -46,14 +46,14 @@ _PLACES = {
 
 
 def advice(name: str) -> str | None:
-    """Return advice on how to run a Trinity-RFT workflow in this package, or None for other names."""
+    """Return advice on how to use a workflow of Trinity-RFT in this package. For any other name, return None."""
     if name not in _PLACES:
         return None
     return _advice(name, *_PLACES[name])
 
 
 def place_of_class(kind: str) -> str | None:
-    """Return this package's counterpart of a Trinity-RFT workflow class, or None for other classes."""
+    """Return advice on how to use a workflow class of Trinity-RFT in this package. For any other class, return None."""
     module = next((module for module, known in _PLACES.values() if known == kind), None)
     return _advice(kind, module, kind) if module else None
 
@@ -67,7 +67,10 @@ def _advice(name: str, module: str, kind: str) -> str:
 
 
 def is_written_in(name: str, directory: str) -> bool:
-    """Return whether a module of a plugin directory contains `name` in quotes, as code that registers the name does."""
+    """Return whether a module of a plugin directory contains `name` in quotes.
+
+    Code that registers a class as `name` contains it in quotes.
+    """
     quoted = re.compile(f"[\"']{re.escape(name)}[\"']")
     try:
         files = [file.read_text(encoding="utf-8", errors="replace") for file in Path(directory).glob("*.py")]
@@ -80,8 +83,10 @@ BOXED = ("math_boxed_workflow", "async_math_boxed_workflow")
 
 
 def name_problem(name: str, plugin_dir: str | None) -> str | None:
-    """Return a problem if a workflow name exists only in Trinity-RFT and `plugin_dir` does not register it, else
-    None."""
+    """Return the problem of a workflow's name, or None.
+
+    The name has a problem if only Trinity-RFT has such a workflow and no module in `plugin_dir` registers it.
+    """
     declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
     if name in declared or (plugin_dir and is_written_in(name, plugin_dir)):
         return None
@@ -89,7 +94,13 @@ def name_problem(name: str, plugin_dir: str | None) -> str | None:
 
 
 def argument_problems(name: str, given: Mapping[str, Any], reward: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (argument, problem) for each wrong argument of a built-in workflow with the reward function `reward`."""
+    """Yield (argument, problem) for each wrong argument of a built-in workflow.
+
+    Args:
+        name: name of the workflow.
+        given: arguments in the configuration.
+        reward: name of the workflow's reward function, or None.
+    """
     declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module").get(name)
     if declared is None:
         return

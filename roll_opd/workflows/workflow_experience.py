@@ -1,6 +1,7 @@
-"""`Experience` of workflows (mutable, with tensors, as in Trinity-RFT), and its validated conversion to a `Sample`.
+"""`Experience`, which workflows return, and its validated conversion to a `Sample`.
 
-Legend: T tokens in all, P prompt tokens.
+As in Trinity-RFT, an experience is mutable and has tensors. In array shapes, T is the number of all tokens, and P is
+the number of prompt tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +22,14 @@ from roll_opd.samples.versions import Versions
 
 
 class NoRoomError(ValueError):
-    """A conversation leaves no room for a response."""
+    """A conversation is so long that it leaves no room for a response."""
 
 
 class RunFailure(RuntimeError):
-    """A run has failed and is not trained on."""
+    """A run has failed. It is not trained on."""
 
     def __init__(self, kind: str, message: str) -> None:
-        """Create a failure, which is counted in the metric `workflow/failed/<kind>`."""
+        """Create a failure. The metric `workflow/failed/<kind>` counts it."""
         super().__init__(message)
         self.kind = kind
 
@@ -49,10 +50,10 @@ UNREAD = {
 
 @dataclass
 class EID:
-    """Batch, task, run and step of an experience. The pipeline sets the numbers of the batch and the task.
+    """Id of an experience: its batch, task, run and step. The pipeline sets the batch and the task.
 
-    A workflow that makes several kinds of experiences sets `task` to the name of the kind. Advantages compare only
-    experiences of the same kind.
+    A workflow may make several kinds of experiences. It must then set `task` to the name of the kind, because
+    advantages compare only experiences of the same kind.
     """
 
     batch: int | str = ""
@@ -73,17 +74,20 @@ class EID:
 
     @property
     def rid(self) -> str:
-        """Id of the experience's run, which includes the id of the task."""
+        """Id of the experience's run. It includes the id of the task."""
         return f"{self.tid}/{self.run}"
 
     @property
     def sid(self) -> str:
-        """Id of the experience's step, which is the same in all runs of the task."""
+        """Id of the experience's step. The step with the same number has the same id in all runs of the task."""
         return f"{self.tid}/{self.step}"
 
 
 class Experience:
-    """A trajectory, or one step of a trajectory. Sequences become tensors; unknown keyword arguments go into `info`."""
+    """A trajectory, or one step of a trajectory.
+
+    Sequences are converted to tensors. Unknown keyword arguments become entries of `info`.
+    """
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class Experience:
         versions: Versions = (),
         **more: Any,
     ) -> None:
-        """Create an experience from a model's response.
+        """Create an experience from a response of the model.
 
         Args:
             tokens: int [T], prompt and response.
@@ -114,9 +118,10 @@ class Experience:
             reward: reward of the whole trajectory. If None, the rewards of the configuration score the trajectory.
             action_mask: bool [T-P], True for tokens that the model generated. None means all tokens.
             info: a mapping with any keys. `teacher_logprobs`, f32 [T-P], replace the log-probs of the teachers. Steps
-            that start from the same state must have the same `state_hash`.
+                that start from the same state must have the same `state_hash`.
             metrics: numbers to log. The mean over all experiences is logged.
-            response_text: the text, or a function that returns it on first use.
+            response_text: text of the response, or a function that returns the text. The function is called on first
+                use.
         """
         self.eid = EID(**eid) if isinstance(eid, dict) else eid or EID()
         self.tokens = torch.as_tensor(tokens)
@@ -129,7 +134,7 @@ class Experience:
 
     @property
     def action_mask(self) -> Tensor:
-        """Mask of the tokens that the model wrote, bool [T-P]."""
+        """Mask of the tokens that the model generated, bool [T-P]."""
         if self._action_mask is None:
             self._action_mask = torch.ones(max(len(self.tokens) - self.prompt_length, 0), dtype=torch.bool)
         return self._action_mask
@@ -140,7 +145,7 @@ class Experience:
 
     @property
     def teacher_logprobs(self) -> Any:
-        """Teacher log-probs set by the workflow in `info`, f32 [T-P]."""
+        """Teacher log-probs that the workflow has set in `info`, f32 [T-P], or None."""
         return (self.info or {}).get(TEACHER)
 
     @teacher_logprobs.setter
@@ -168,12 +173,15 @@ class TokenLimits:
 
 
 def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int, Experience]]]:
-    """Return a map from run to [(step, experience)], sorted by step, from the experiences of one call.
+    """Sort the experiences of one call by run and step. Return a dict from run to a list of (step, experience).
 
-    If `eid.step` is 0 in all experiences of a run, the experiences with the same `eid.task` are numbered in order, and
-    each of them becomes one step. If a call makes several runs, `eid.run` is the run to which an experience belongs. If
-    no experience sets `eid.run` and there are as many experiences as runs, each run gets one experience.
-    Raises TypeError and ValueError.
+    If a call makes several runs, `eid.run` is the run of each experience. If no experience sets `eid.run`, and there
+    are as many experiences as runs, each run gets one experience.
+
+    If `eid.step` is 0 in all experiences of a run, each experience becomes a step, numbered in order. Experiences with
+    different `eid.task` are numbered separately.
+
+    Raises TypeError or ValueError if an experience cannot be assigned to a run.
     """
     found: dict[int, list[tuple[int, Experience]]] = {}
     for one in made:
@@ -199,11 +207,19 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
 def trained(
     made: Experience, limits: TokenLimits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
 ) -> Sample:
-    """Validate an experience, and return a `Sample` with the experience's number in the run (`place`) and its step.
+    """Validate an experience and convert it to a `Sample`.
 
-    The sample lacks the ground truth and the other columns of the row, which the receiver adds.
+    The sample lacks the ground truth and the other columns of the dataset row, which the receiver adds. Raises
+    TypeError or ValueError if the experience cannot be trained on correctly.
 
-    Raises TypeError and ValueError for an experience that cannot be trained on correctly.
+    Args:
+        made: the experience.
+        limits: limits of the student.
+        prompt: prompt of the task.
+        draw: position in the sequence of prompts.
+        run: number of the run.
+        place: number of the experience in its run.
+        step: number of the step. None means `place`.
     """
     info, metrics = made.info or {}, {} if made.metrics is None else made.metrics  # may be None in Trinity-RFT
     for name, instead in UNREAD.items():
@@ -262,7 +278,10 @@ def trained(
 
 
 def _group(prompt: Prompt, draw: int, task: Any) -> str:
-    """Return the group id of an experience: prompt, draw, and the experience's kind if the workflow sets a kind."""
+    """Return the group id of an experience.
+
+    It consists of the prompt's id, the draw, and the kind of the experience if the workflow sets a kind.
+    """
     kind = "" if task is None or str(task) in ("", str(prompt.id)) else ":" + str(task).replace("#", "%23")
     return f"{prompt.id}#{draw}{kind}"  # the part before the last # is the prompt's id
 
@@ -279,7 +298,7 @@ def _column(values: Any, name: str, length: int) -> np.ndarray | None:
 def _versions(versions: Versions, length: int) -> Versions:
     """Return the weight versions of a response.
 
-    If the workflow changed the length of the response, the versions are unknown, and the result is empty.
+    If the workflow has changed the length of the response, the versions are not known, so the result is empty.
     """
     return versions if sum(tokens for _, tokens in versions) == length else ()
 

@@ -1,4 +1,4 @@
-"""Base classes `Workflow` (with its `Task`) and `RewardFn`, and the registries of both."""
+"""Base classes of workflows and reward functions, and their registries."""
 
 import inspect
 import logging
@@ -19,7 +19,7 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass
 class FormatConfig:
-    """The column names of a dataset row, and the text before and after the row's prompt."""
+    """Column names of a dataset row, and texts that are added before and after the row's prompt."""
 
     prompt_key: str = "prompt"
     response_key: str = "ground_truth"
@@ -31,7 +31,7 @@ class FormatConfig:
 
 @dataclass
 class GenerationConfig:
-    """Sampling parameters. A parameter that is None has the configuration's value."""
+    """Sampling parameters. For a parameter that is None, the value of the configuration is used."""
 
     n: int = 1
     temperature: float | None = None
@@ -43,7 +43,7 @@ class GenerationConfig:
 
 @dataclass
 class Task:
-    """A dataset row with the settings of its workflow."""
+    """A dataset row, together with the settings of its workflow."""
 
     raw_task: dict[str, Any] = field(default_factory=dict)
     format_args: FormatConfig = field(default_factory=FormatConfig)
@@ -61,12 +61,12 @@ class Task:
 
     @property
     def task_desc(self) -> Any:
-        """The row's prompt."""
+        """Prompt of the row."""
         return self.raw_task.get(self.format_args.prompt_key)
 
     @property
     def truth(self) -> Any:
-        """The row's answer, or None if the row has no answer."""
+        """Answer of the row, or None if the row has no answer."""
         truth = self.raw_task.get(self.format_args.response_key)
         return None if is_missing(truth) else truth
 
@@ -76,11 +76,13 @@ class Task:
 
 
 class Workflow:
-    """Base class of workflows: call the model for one task and return experiences. Implement `run`.
+    """Base class of workflows. A workflow calls the model for one task and returns experiences. Implement `run`.
 
-    Flags of the class: `can_reset` (one instance serves many tasks; implement `reset`), `can_repeat` (one call makes
-    all runs of a task; implement `set_repeat_times`, and give each experience its `eid.run`), `is_async` (implement
-    `run_async` in place of `run`).
+    The class may set three flags:
+
+    - `can_reset`: one instance runs many tasks. Implement `reset`.
+    - `can_repeat`: one call makes `repeat_times` runs of a task. Set the `eid.run` of each experience.
+    - `is_async`: the workflow is a coroutine. Implement `run_async` instead of `run`.
     """
 
     can_reset: bool = False
@@ -98,10 +100,10 @@ class Workflow:
 
     @cached_property
     def auxiliary_models(self) -> list | None:
-        """OpenAI clients of the auxiliary models; each client has an attribute `model_path`.
+        """OpenAI clients of the auxiliary models, or None. Each client has an attribute `model_path`.
 
-        `auxiliary_model_wrappers` has the wrappers of the same models. Both attributes are None if there are no
-        auxiliary models.
+        `auxiliary_model_wrappers` has the wrappers of the same models. Both attributes are None without auxiliary
+        models.
         """
         is_async = flag(self, "is_async")
         return self.auxiliary_model_wrappers and [
@@ -111,7 +113,7 @@ class Workflow:
 
     @property
     def resettable(self) -> bool:
-        """Whether `reset` prepares the instance for another task.
+        """Whether the instance can be prepared for another task by `reset`.
 
         In older workflows, `resettable` is a method.
         """
@@ -132,22 +134,22 @@ class Workflow:
         raise NotImplementedError(f"{type(self).__name__} has can_reset = True but no method `reset`")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Make the next call produce `repeat_times` runs, numbered from `run_id_base`."""
+        """Make the next call produce `repeat_times` runs. The first run has the number `run_id_base`."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def set_single_run_context(self, run_id_base: int) -> None:
-        """Make the next call produce one run, whose number is `run_id_base`.
+        """Make the next call produce one run with the number `run_id_base`.
 
-        This method is called for classes that do not set `can_repeat`.
+        This method is called if the class does not set `can_repeat`.
         """
         self.repeat_times, self.run_id_base = 1, run_id_base
 
     def run(self) -> list[Experience]:
-        """Run the task and return experiences. The method is called in its own thread, so it may block."""
+        """Run the task and return experiences. This method may block, because it is called in its own thread."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run`")
 
     async def run_async(self) -> list[Experience]:
-        """Run the task and return experiences. The method is called if `is_async` is set."""
+        """Run the task and return experiences. This method is called if `is_async` is set."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
     def experiences_of(self, returned: Any) -> Any:
@@ -156,13 +158,13 @@ class Workflow:
 
 
 class Modules(Registry[dict]):
-    """A registry that also has the method names of Trinity-RFT's registries."""
+    """A registry with the method names of Trinity-RFT's registries."""
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
         """Register a class as `name`.
 
-        A user's class replaces a built-in class of the same name, so a copied file of Trinity-RFT can register its
-        original names. A second user class of the same name is an error.
+        A user's class replaces a built-in class of the same name. Therefore a copied file of Trinity-RFT can register
+        its original names. A second user's class of the same name is an error.
         """
         built_in = self._declared.get(name)
         registered = super().register(name, **facts)
@@ -183,13 +185,13 @@ class Modules(Registry[dict]):
         return decorate
 
     def register_module(self, name: str, **facts: Any) -> Callable[[Class], Class]:
-        """Register a class as `name`. A built-in class also declares its `arguments`."""
+        """Register a class as `name`. A built-in class also passes the names of its `arguments`."""
         return self.register(name, **facts)
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the class registered as `name`.
+        """Return the class that is registered as `name`.
 
-        If `name` exists only in Trinity-RFT, the error message has the path of the Trinity-RFT file.
+        If only Trinity-RFT has a class with this name, the error message gives the path of the Trinity-RFT file.
         """
         if "." not in name and name not in self._declared and name not in self._registered:
             theirs = advice(name)
@@ -198,7 +200,7 @@ class Modules(Registry[dict]):
         return super().find(name)
 
     def get(self, name: str) -> Any:
-        """Return the class registered as `name`."""
+        """Return the class that is registered as `name`."""
         return self.find(name)
 
 
@@ -214,16 +216,16 @@ WORKFLOWS = Modules(
 
 
 def flag(workflow: Any, name: str) -> bool:
-    """Return the value of a workflow's flag, which is a method in older workflows."""
+    """Return the value of a workflow's flag. In older workflows, a flag is a method."""
     value = getattr(workflow, name, False)
     return bool(value() if callable(value) else value)
 
 
 class RewardFn(ABC):
-    """A reward function, which is called with `response`, `truth` and other keyword arguments and returns named parts.
+    """Base class of reward functions. A reward function returns the named parts of a reward.
 
-    The reward is the sum of the parts. Each workflow instance creates one reward function, with the configured
-    arguments.
+    The reward is the sum of its parts. A reward function is called with the keyword arguments `response`, `truth` and
+    others. Each workflow instance creates one reward function with the configured arguments.
     """
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: B027  # optional for subclasses without arguments
@@ -235,7 +237,10 @@ class RewardFn(ABC):
 
 
 def parts_of(function: Any, inputs: Mapping[str, Any]) -> dict[str, float]:
-    """Call a reward function with those `inputs` that the function accepts, and return the parts of the reward."""
+    """Call a reward function and return the parts of the reward.
+
+    Only those `inputs` are passed that the function accepts.
+    """
     taken = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         inputs = {name: value for name, value in inputs.items() if name in taken}

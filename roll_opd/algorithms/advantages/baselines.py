@@ -23,7 +23,10 @@ def rloo(batch: RewardBatch) -> Normalised:
 
 @register_advantage("opmd", baseline=True)
 def opmd(batch: RewardBatch, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0) -> Normalised:
-    """Return R - baseline, which is the group's mean or τ·(logsumexp(R/τ) - log G). Trinity-RFT, arXiv 2505.17826."""
+    """Return R - baseline. Trinity-RFT, arXiv 2505.17826.
+
+    The baseline is either the group's mean or τ·(logsumexp(R/τ) - log G).
+    """
     if opmd_baseline not in ("mean", "logavgexp"):
         raise ValueError(f"opmd_baseline {opmd_baseline!r} is unknown; use mean or logavgexp")
 
@@ -37,17 +40,22 @@ def opmd(batch: RewardBatch, *, opmd_baseline: Literal["mean", "logavgexp"] = "m
 
 @register_advantage("asymre", baseline=True)
 def asymre(batch: RewardBatch, *, baseline_shift: float = -0.1) -> Normalised:
-    """Return R - (mean + shift). With a negative shift, failures have less weight than successes. arXiv 2506.20520."""
+    """Return R - (mean + shift). arXiv 2506.20520.
+
+    With a negative shift, failures have less weight than successes.
+    """
     return _minus(batch, lambda rewards: rewards.mean() + baseline_shift)
 
 
 @register_advantage("rec", baseline=True)
 def rec(batch: RewardBatch, *, std_normalize: bool = False, drop: Literal["balance"] | None = None) -> Normalised:
-    """Return R - mean. `std_normalize` divides the difference by (biased std + 1e-6). arXiv 2509.24203.
+    """Return R - mean. arXiv 2509.24203.
 
-    `drop: balance` drops samples whose reward is below the group's mean, until at most half of the remaining samples
-    are below this mean. The last samples of the group are dropped first. A dropped sample gets 0, and its reward is not
-    included in the mean and the std.
+    Args:
+        std_normalize: whether R - mean is divided by (biased std + 1e-6).
+        drop: "balance" drops samples whose reward is below the group's mean, until at most half of the remaining
+            samples are below this mean. The last samples of the group are dropped first. A dropped sample gets the
+            advantage 0. Its reward is not included in the mean and the std.
     """
     if drop not in (None, "balance"):
         raise ValueError(f"drop {drop!r} of advantage rec is unknown; use balance, or do not set drop")

@@ -1,9 +1,10 @@
 """Interface of advantage functions (`RewardBatch` -> `Normalised`), and shared normalisation.
 
-An advantage function is `f(batch, *, arguments) -> Normalised`. It returns the reward of each sample relative to its
-group or batch, (R - mean) / scale; `token_advantages` computes the advantages of tokens from these relative rewards.
-The standard deviation is unbiased unless stated otherwise. In a group or batch of one sample, the reward is not
-changed.
+An advantage function is `f(batch, *, arguments) -> Normalised`. It computes (R - mean) / scale for each sample, with
+the mean and the scale of the sample's group or of the batch. `token_advantages` then computes the advantages of tokens.
+
+The standard deviation is unbiased unless stated otherwise. If a group or batch has only one sample, the reward of this
+sample is not changed.
 
 Legend: B samples. All arrays are float64, because they are small and tests compare six digits.
 """
@@ -33,7 +34,7 @@ class RewardBatch:
 
 @dataclass(frozen=True)
 class Normalised:
-    """Normalised rewards (R - `mean`) / `scale`; all arrays are f64 [B].
+    """Normalised rewards: `rewards` is (R - `mean`) / `scale`. All arrays are f64 [B].
 
     Without normalisation, the mean is 0 and the scale is 1.
     """
@@ -55,15 +56,22 @@ class Normalised:
 
     @classmethod
     def given(cls, advantages_B: Tensor, rewards_B: Tensor, dropped_B: Tensor | None = None) -> "Normalised":
-        """Wrap arbitrary advantages: the mean is the reward minus the advantage, and the scale is 1."""
+        """Wrap advantages that were computed without a mean and a scale.
+
+        The scale is set to 1, and the mean is set to the reward minus the advantage.
+        """
         return cls(advantages_B, rewards_B - advantages_B, torch.ones_like(rewards_B), dropped_B)
 
 
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
-    """Normalise rewards over their `group`, the whole `batch`, or nothing (None).
+    """Normalise rewards over the group, or over the whole batch; without levels, return them unchanged.
 
-    If all rewards of a group or batch are equal, std normalisation returns 0, whatever `mean_over` is. A division by
-    the small constant alone would give these rewards the largest advantages.
+    If all rewards of a group or batch are equal, std normalisation returns 0, even if no mean is subtracted. Otherwise
+    these rewards would be divided by a small constant and become very large.
+
+    Args:
+        mean_over: level at which the mean is computed, "group" or "batch"; None: the mean is not subtracted.
+        std_over: level at which the std is computed, "group" or "batch"; None: rewards are not divided by a std.
     """
     rewards_B = rewards_B.double()
     mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
@@ -79,7 +87,7 @@ def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Leve
 
 
 def run_members(batch: RewardBatch) -> dict[tuple[str, int], list[int]]:
-    """Return the sample numbers of each run, in order; the keys are pairs (group, run)."""
+    """Return a dict from (group, run) to the numbers of the run's samples, in order."""
     numbers = range(len(batch.groups)) if batch.runs is None else batch.runs
     members: dict[tuple[str, int], list[int]] = {}
     for place, run in enumerate(zip(batch.groups, numbers, strict=True)):
@@ -97,9 +105,10 @@ def step_returns(batch: RewardBatch, discount: float) -> Tensor:
 
 
 def group_members(groups: Sequence[str], level: Level = "group") -> list[list[int]]:
-    """Return one list per group with the numbers of its samples.
+    """Return one list per group, with the numbers of the group's samples.
 
-    With `level` batch, the whole batch is one group. With `level` None, there are no groups, so the result is empty.
+    Args:
+        level: with "batch", the whole batch is one group; with None, there are no groups, so the result is empty.
     """
     if level is None:
         return []

@@ -31,19 +31,20 @@ def gigpo(
     episode_reward_weight: float = 1.0,
     step_reward_weight: float = 1.0,
 ) -> Normalised:
-    """Return episode_reward_weight · A_E + step_reward_weight · A_S per step. arXiv 2505.10978; ROLL's defaults.
+    """Return episode_reward_weight · A_E + step_reward_weight · A_S for each step. arXiv 2505.10978; ROLL's defaults.
 
-    A_E is the sum of a trajectory's rewards, normalised over trajectories. A_S is the return of the step, with the
-    discount step_reward_gamma. It is normalised over the steps that start from the same state, in all trajectories of
-    the prompt. If no other step starts from the same state, the normalised A_S is 0. With std normalisation, A_S is
-    also 0 if all steps from the state have equal returns.
+    A_E is the sum of the rewards of the step's trajectory, normalised over trajectories.
+
+    A_S is the return of the step, with the discount step_reward_gamma. It is normalised over all steps of the prompt's
+    trajectories that start from the same state. If no other step starts from this state, A_S is 0. With std
+    normalisation, A_S is also 0 if all steps that start from this state have equal returns.
 
     Args:
-        mean_cal_level, std_cal_level: level of the mean and of the std that normalise A_E; None: the mean (or the std)
-            is not used. A_S uses the mean (or the std) over the steps from the same state if A_E uses a mean (or a
-            std).
+        mean_cal_level: level of the mean that is subtracted in A_E; None: no mean is subtracted in A_E and A_S.
+        std_cal_level: level of the std that divides A_E; None: A_E and A_S are not divided by a std.
         step_reward_gamma: discount of the rewards of later steps, per step.
-        episode_reward_weight, step_reward_weight: weights of A_E and A_S.
+        episode_reward_weight: weight of A_E.
+        step_reward_weight: weight of A_S.
 
     Raises:
         ValueError: if the states are unknown.

@@ -26,11 +26,13 @@ def grpo(
     """Return (R - mean of the group) / (std + 1e-6). arXiv 2402.03300.
 
     Args:
-        mean_cal_level, std_cal_level: level of the mean and level of the std. arXiv 2508.08221 proposes the std over
-            the batch. Without a std (None), the advantage is that of Dr. GRPO, arXiv 2503.20783.
-        std_threshold: groups with at most this std, and groups of one sample, get 0 and are dropped from the batch.
-        rank_penalty: R is multiplied by 1 - rank_penalty · rank/G. In each group, the answer with the lowest mean
-            log-prob of action tokens has rank 0, and the answer with the highest mean has rank G-1. arXiv 2506.02355.
+        mean_cal_level: level of the mean.
+        std_cal_level: level of the std. arXiv 2508.08221 proposes the std over the batch. None: rewards are not divided
+            by a std, as in Dr. GRPO, arXiv 2503.20783.
+        std_threshold: groups whose std is at most this threshold get the advantage 0 and are dropped from the batch.
+            Groups of one sample are dropped too.
+        rank_penalty: R is multiplied by 1 - rank_penalty · rank/G. The rank orders the answers of a group by the mean
+            log-prob of their action tokens. The answer with the lowest mean has rank 0. arXiv 2506.02355.
 
     Raises:
         ValueError: if rank_penalty is set, but the batch has no log-probs.
@@ -56,9 +58,12 @@ def step_wise_grpo(
     std_threshold: float | None = None,
     enable_step_norm: bool = False,
 ) -> Normalised:
-    """Return the `grpo` advantage of a run's last reward, for all steps of the run, as in Trinity-RFT.
+    """Return, for all steps of a run, the `grpo` advantage of the run's last reward, as in Trinity-RFT.
 
-    Every run of a prompt counts once. `enable_step_norm` divides the advantage by the number of steps of the run.
+    Each run of a prompt counts once in the mean and the std, whatever its number of steps.
+
+    Args:
+        enable_step_norm: whether the advantage is divided by the number of steps of the run.
     """
     steps = run_members(batch)
     rewards_B = batch.rewards_B.double()
@@ -73,7 +78,10 @@ def step_wise_grpo(
 
 
 def _ranks(batch: RewardBatch) -> Tensor:
-    """Return rank/G of each sample, f64 [B]. A group is ranked by the mean log-probs of the samples' action tokens."""
+    """Return rank/G of each sample, f64 [B].
+
+    The samples of a group are ranked by the mean log-prob of their action tokens. The lowest mean has rank 0.
+    """
     if batch.logprobs is None:
         raise ValueError("rank_penalty of advantage grpo needs the log-probs of the samples, but there are none")
     likely_B = torch.stack([values.double().sum() / max(len(values), 1) for values in batch.logprobs])

@@ -1,8 +1,10 @@
 """`LossBatch`: input of policy losses.
 
-A policy loss is a function `loss(batch, *, arguments) -> [M]` that returns one number per token: 0 outside the mask,
-and finite if the log-probs in the mask are finite. The number does not depend on token weights, ranks or packs.
-Training minimises the sum of these numbers over tokens, weighted by `aggregation.token_weights`.
+A policy loss is a function `loss(batch, *, arguments) -> [M]`. It returns one value per token, and 0 for tokens outside
+the mask. If the log-probs in the mask are finite, the values are finite. The value of a token does not depend on token
+weights, ranks or packs.
+
+Training minimises the sum of these values, weighted by `aggregation.token_weights`.
 
 Legend: a pack has B sequences with M scored tokens in total.
 """
@@ -51,11 +53,11 @@ class LossBatch:
 
     @property
     def sequence_ratio_M(self) -> Tensor:
-        """Geometric mean of the sequence's ratios (logarithm clamped to ±20) at each token."""
+        """Geometric mean of the ratios of each token's sequence. Its logarithm is clamped to ±20."""
         return on_tokens(_ratio(sequence_means(self.log_ratio_M, self.mask_M, self.lengths)), self.lengths)
 
     def needs(self, name: str, loss: str) -> Tensor:
-        """Return the optional array `name`; raises ValueError if the batch does not have it."""
+        """Return the optional array `name`; raise ValueError if the batch does not have it."""
         found = getattr(self, name)
         if found is None:
             raise ValueError(f"policy loss {loss} needs {name} in its batch, but there is none")
@@ -77,16 +79,16 @@ def sequence_sums(values_M: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def sequence_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return each sequence's mean over the tokens in its mask, [B]; 0 for an empty mask."""
+    """Return the mean over the masked tokens of each sequence, [B]. If a sequence has no such token, its mean is 0."""
     sums_B = sequence_sums(torch.where(mask_M, values_M, 0), lengths)
     return sums_B / sequence_sums(mask_M.to(values_M.dtype), lengths).clamp(min=1)
 
 
 def on_tokens(values_B: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the value of the sequence to which each token belongs, [M]."""
+    """Return, for each token, the value of the token's sequence, [M]."""
     return values_B[sequence_numbers(lengths, values_B.device)]
 
 
 def sequence_numbers(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Return the number of the sequence to which each token belongs, int64 [M]."""
+    """Return, for each token, the index of the token's sequence, int64 [M]."""
     return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(device)

@@ -1,4 +1,4 @@
-"""Masks of the tokens that a policy loss clips, for metrics. Legend: see `batch`."""
+"""Masks of the tokens that a policy loss clips. They are used for metrics. Legend: see `batch`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +11,15 @@ from roll_opd.algorithms.losses.rec import in_range
 
 
 def beyond_bounds(loss: str, batch: LossBatch, arguments: Mapping[str, Any]) -> Tensor:
-    """Return a mask of the tokens outside the bounds of policy loss `loss`, bool [M]; False outside the batch's mask.
+    """Return a mask, bool [M], of the tokens whose ratio is outside the bounds of a policy loss.
 
-    `arguments` has all arguments of the loss, including defaults. Losses that are not in `_OUTSIDE` have the bounds 1 -
-    `clip_low` and 1 + `clip_high`. A loss without these arguments, such as sapo with its smooth gate, has no bounds.
+    Tokens outside the batch's mask are False. `_OUTSIDE` lists losses with their own bounds. All other losses have the
+    bounds 1 - `clip_low` and 1 + `clip_high`. A loss without these arguments has no bounds: for example, sapo, which
+    has a smooth gate.
+
+    Args:
+        loss: name of the policy loss.
+        arguments: all arguments of the loss, including defaults.
     """
     if loss in _OUTSIDE:
         return _OUTSIDE[loss](batch, arguments) & batch.mask_M

@@ -1,7 +1,8 @@
 """Losses of mixed batches: (1-μ) · PPO on the student's samples, and μ · SFT on demonstrations.
 
-The two parts are normalised separately, through the argument `parts` of `aggregation.token_weights`. Legend: see
-`batch`.
+The two parts are averaged separately, with the argument `parts` of `aggregation.token_weights`.
+
+Legend: see `batch`.
 """
 
 import math
@@ -19,7 +20,7 @@ from roll_opd.algorithms.registry import register_policy_loss
 def mix(
     batch: LossBatch, *, mu: float = 0.1, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0
 ) -> Tensor:
-    """Return (1-μ) · PPO on the student's tokens, and μ · (-logprobs) on demonstrations, as in Trinity-RFT."""
+    """Return (1-μ) · PPO on the student's tokens and μ · (-logprobs) on demonstrations, as in Trinity-RFT."""
     own_M = ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     return torch.where(batch.needs("demonstration_M", "mix"), mu * sft(batch), (1 - mu) * own_M)
 
@@ -37,10 +38,13 @@ def mix_chord(
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
 ) -> Tensor:
-    """Return the loss of CHORD: `mix` with a schedule of μ and a weight of demonstrations. arXiv 2508.11408.
+    """Return the loss of CHORD. arXiv 2508.11408.
 
-    `chord_mu` is the schedule. The loss of a demonstration's tokens is -sg(p(1-p)) · logprobs. The factor p(1-p) is
-    small for probabilities near 0 or 1; `enable_phi_function: false` omits this factor.
+    The loss is that of `mix`, with μ from the schedule `chord_mu` and with -sg(p(1-p)) · logprobs on demonstrations.
+    The factor p(1-p) is small if the probability p of a token is near 0 or 1.
+
+    Args:
+        enable_phi_function: whether the factor p(1-p) is used.
     """
     mu = chord_mu(batch.step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
     demonstration_M = sft(batch)
@@ -52,10 +56,11 @@ def mix_chord(
 
 
 def chord_mu(step: int, warmup_steps: int, decay_steps: int, peak: float, valley: float) -> float:
-    """Return μ at `step`: a linear warm-up to `peak`, then a cosine decay to `valley`, then a constant.
+    """Return μ at `step`, from a schedule as in Trinity-RFT.
 
-    The first step is step 1. With W warm-up steps, μ is peak/W at the first step, as in Trinity-RFT, and the decay
-    starts at step W.
+    μ rises linearly to `peak` in `warmup_steps` steps. It then falls to `valley` along a cosine in `decay_steps` steps,
+    and stays at `valley`. The first step is step 1, so μ starts at peak / warmup_steps. The decay starts at step
+    `warmup_steps`.
     """
     if step < warmup_steps:
         return peak * step / warmup_steps

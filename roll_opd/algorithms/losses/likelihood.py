@@ -1,4 +1,6 @@
-"""Likelihood losses (a weight without a gradient times the log-likelihood) and preference losses.
+"""Likelihood losses and preference losses.
+
+A likelihood loss is the log-likelihood times a weight without a gradient.
 
 Legend: see `batch`; P pairs. Sequences 2i and 2i+1 of a pack are the chosen and the rejected answer of pair i.
 """
@@ -15,13 +17,13 @@ from roll_opd.algorithms.registry import register_policy_loss
 
 @register_policy_loss("sft", reads_advantages=False)
 def sft(batch: LossBatch) -> Tensor:
-    """Return -logprobs, the loss of maximum likelihood. It uses neither advantages nor old log-probs."""
+    """Return -logprobs, the loss of maximum likelihood. Advantages and old log-probs are ignored."""
     return -batch.action_logprobs_M
 
 
 @register_policy_loss("vanilla")
 def vanilla(batch: LossBatch) -> Tensor:
-    """Return -A · logprobs: REINFORCE; ROLL's pg_variant `vanilla`."""
+    """Return -A · logprobs, the loss of REINFORCE. This is ROLL's pg_variant `vanilla`."""
     return -batch.advantages_M * batch.action_logprobs_M
 
 
@@ -33,7 +35,10 @@ def opmd(batch: LossBatch, *, tau: float = 1.0) -> Tensor:
 
 @register_policy_loss("tis")
 def tis(batch: LossBatch, *, lower_bound: float = 0.0, upper_bound: float = 1.0) -> Tensor:
-    """Return -A · sg(clip(r, lower, upper)) · logprobs: truncated importance sampling, ROLL's pg_variant `tis`."""
+    """Return -A · sg(clip(r, lower, upper)) · logprobs, the loss of truncated importance sampling.
+
+    This is ROLL's pg_variant `tis`.
+    """
     return vanilla(batch) * batch.ratio_M.detach().clamp(lower_bound, upper_bound)
 
 
@@ -46,10 +51,13 @@ def topr(
     advantage_threshold: float = 0.0,
     sign_of: Literal["advantage", "reward"] = "advantage",
 ) -> Tensor:
-    """Return -sg(α) · A · logprobs, α = 1 if A > threshold, else clip(r, 0, 1). arXiv 2503.14286, Trinity-RFT.
+    """Return -sg(α) · A · logprobs. arXiv 2503.14286, Trinity-RFT.
 
-    If `sign_of` is reward and the batch has rewards, the reward is compared with the threshold instead of A. ROLL does
-    the same, because a baseline may change the sign of advantages.
+    α is `positive_weight` if A > `advantage_threshold`, and `negative_weight` · clip(r, 0, 1) otherwise.
+
+    Args:
+        sign_of: "advantage", or "reward" to compare the reward with the threshold instead of A. ROLL compares the
+            reward, because a baseline may change the sign of advantages. If the batch has no rewards, A is compared.
     """
     if sign_of not in ("advantage", "reward"):
         raise ValueError(f"sign_of {sign_of!r} of policy loss topr is unknown; use advantage or reward")
@@ -74,9 +82,13 @@ def kimi15(batch: LossBatch, *, tau: float = 0.1) -> Tensor:
 def dpo(batch: LossBatch, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """Return -(1-ε)·log σ(h) - ε·log σ(-h), h = β · [Σ_chosen (logprobs - ref) - Σ_rejected (logprobs - ref)].
 
-    arXiv 2305.18290. Every action token of a pair gets the loss of the pair. With seq-mean-token-mean, the token
-    weights of each sequence have the same sum. The weighted sum is then the mean over pairs, and does not depend on the
-    lengths of the sequences.
+    arXiv 2305.18290. Each action token of a pair gets the loss of the pair. Use this loss with seq-mean-token-mean: the
+    token weights of each sequence then have the same sum. The weighted sum is therefore the mean over pairs, and does
+    not depend on the lengths of the sequences.
+
+    Args:
+        beta: β.
+        label_smoothing: ε.
 
     Raises:
         ValueError: if there are no log-probs of a reference policy, or if the number of sequences is odd.

@@ -28,8 +28,9 @@ def ppo(
 ) -> Tensor:
     """Return max(-A·r, -A·clip(r, 1-low, 1+high)). arXiv 1707.06347.
 
-    For A < 0, the loss is at most -A·dual_clip (arXiv 1912.09729). With ratio_type `sequence`, r is the geometric mean
-    of the ratios of the sequence's tokens.
+    Args:
+        dual_clip: for A < 0, the loss is at most -A · dual_clip. arXiv 1912.09729.
+        ratio_type: "token", or "sequence" to use the geometric mean of the sequence's ratios as r.
     """
     if ratio_type not in ("token", "sequence"):
         raise ValueError(f"ratio_type {ratio_type!r} of policy loss ppo is unknown; use token or sequence")
@@ -39,10 +40,10 @@ def ppo(
 
 @register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """Return the loss of PPO with sg(s) · π_t/sg(π_t) instead of r. arXiv 2507.18071.
+    """Return the loss of PPO with the sequence's ratio s instead of r. arXiv 2507.18071.
 
-    s is the geometric mean of r over the sequence. This is GSPO-token: the ratio has one value per sequence, and a
-    gradient per token.
+    s is the geometric mean of r over the sequence. This is GSPO-token: the loss uses sg(s) · π_t/sg(π_t), so all tokens
+    of a sequence have the same ratio, but each token has its own gradient.
     """
     one_M = (batch.action_logprobs_M - batch.action_logprobs_M.detach()).exp()
     return _clipped(batch.sequence_ratio_M.detach() * one_M, batch, clip_low, clip_high, None)
@@ -58,10 +59,13 @@ def cispo(
     mask_clip_range_low: float = 1.0,
     mask_clip_range_high: float = 0.28,
 ) -> Tensor:
-    """Return -A · sg(clip(r, 1-low, 1+high)) · logprobs: clips the weight, not the gradient. arXiv 2506.13585.
+    """Return -A · sg(clip(r, 1-low, 1+high)) · logprobs. arXiv 2506.13585.
 
-    With `enable_mask_clip`, the loss is 0 where PPO with the clip range of `mask_clip_range_low` and
-    `mask_clip_range_high` has no gradient, as in Trinity-RFT.
+    The weight is clipped, but the gradient is not.
+
+    Args:
+        enable_mask_clip: set the loss to 0 at tokens where PPO has no gradient, as in Trinity-RFT. The clip range of
+            PPO is then 1 - mask_clip_range_low to 1 + mask_clip_range_high.
     """
     ratio_M, advantages_M = batch.ratio_M.detach(), batch.advantages_M
     loss_M = -advantages_M * ratio_M.clamp(1 - clip_low, 1 + clip_high) * batch.action_logprobs_M
@@ -74,7 +78,10 @@ def cispo(
 
 @register_policy_loss("sapo")
 def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
-    """Return -A · (4/τ)·σ(τ(r-1)), τ = tau_pos for A > 0, else tau_neg: a soft clip. arXiv 2511.20347."""
+    """Return -A · (4/τ)·σ(τ(r-1)), a soft clip. arXiv 2511.20347.
+
+    τ is tau_pos if A > 0, and tau_neg otherwise.
+    """
     tau_M = torch.full_like(batch.advantages_M, tau_neg).masked_fill(batch.advantages_M > 0, tau_pos)
     gate_M = SAPO_HEIGHT / tau_M * torch.sigmoid(tau_M * (batch.ratio_M - 1))
     return -batch.advantages_M * gate_M * batch.mask_M
@@ -82,7 +89,7 @@ def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Te
 
 @register_policy_loss("sppo")
 def sppo(batch: LossBatch, *, epsilon: float = 0.3) -> Tensor:
-    """Return -A · (logprobs - old_logprobs) where 1/(1+ε) <= r <= 1+ε, else 0. arXiv 2108.05828."""
+    """Return -A · (logprobs - old_logprobs) if 1/(1+ε) <= r <= 1+ε, and 0 otherwise. arXiv 2108.05828."""
     ratio_M = batch.ratio_M.detach()
     near_M = (ratio_M >= 1 / (1 + epsilon)) & (ratio_M <= 1 + epsilon)
     return torch.where(near_M, -batch.advantages_M * batch.log_ratio_M, 0)

@@ -29,13 +29,19 @@ def rec(
 ) -> Tensor:
     """Return -A · w · logprobs where the ratio is in range, plus a regulariser on every token.
 
+    r is the ratio of a token, and s is the geometric mean of the ratios of its sequence. low and high are `epsilon_low`
+    and `epsilon_high`; low' and high' are `epsilon_low_prime` and `epsilon_high_prime`.
+
     Args:
-        clip_mode: range of the ratio. two-side keeps tokens with 1-low <= r <= 1+high. one-side applies only the upper
-            bound where A >= 0, and only the lower bound where A <= 0. gspo-one-side is one-side with s, the geometric
-            mean of the sequence's ratios, instead of r. ring keeps the tokens of two-side, and also tokens with r <=
-            1-low' where A >= 0 and with r >= 1+high' where A <= 0.
-        weight: for the four allowed values, w is 1, r, s and exp(A/temp). No weight has a gradient.
-        regularizer: forward-kl adds -coef · logprobs, and k2 adds coef · (logprobs - old_logprobs)².
+        clip_mode: range of the ratio:
+            "none": all tokens are in range.
+            "two-side": 1-low <= r <= 1+high.
+            "one-side": r <= 1+high if A >= 0, and r >= 1-low if A <= 0. At A = 0, one of the two is sufficient.
+            "gspo-one-side": like "one-side", with s instead of r.
+            "ring": like "two-side", and also r <= 1-low' if A >= 0, and r >= 1+high' if A <= 0.
+        weight: w, which has no gradient. "none" is 1, "importance_sampling" is r, "gspo_importance_sampling" is s, and
+            "advantage" is exp(A/temp).
+        regularizer: "forward-kl" adds -coef · logprobs, and "k2" adds coef · (logprobs - old_logprobs)².
     """
     ratio_M, sequence_ratio_M = batch.ratio_M.detach(), batch.sequence_ratio_M.detach()
     weights = {
@@ -71,7 +77,10 @@ def in_range(
     epsilon_high_prime: float,
     **_: object,
 ) -> Tensor:
-    """Return a mask of the tokens in range, bool [M]; takes the arguments of `rec` and ignores all other arguments."""
+    """Return a mask of the tokens in range, bool [M]; see `rec` for the arguments.
+
+    All other arguments of `rec` are ignored.
+    """
     ratio_M, sequence_ratio_M = batch.ratio_M.detach(), batch.sequence_ratio_M.detach()
     good_M, bad_M = batch.advantages_M >= 0, batch.advantages_M <= 0
     low, high = 1 - epsilon_low, 1 + epsilon_high

@@ -1,7 +1,7 @@
-"""Program of the fork server: imports libraries, and forks itself when processes of the same user request it.
+"""Program of the fork server: it imports libraries, and forks itself when processes of the same user request it.
 
-The server has two processes. The second process is a fork of the first process. The second process imports Megatron's
-modules while the first process imports vLLM.
+The server has two processes; the second process is a fork of the first. While the first process imports vLLM, the
+second process imports Megatron's modules.
 """
 
 import ctypes
@@ -59,20 +59,30 @@ GPU_CORE = (  # imports of an engine core at its start, on a GPU
 
 
 def exit_with_parent(parent: int) -> None:
-    """Make this process die with its parent process `parent`, even if SIGKILL ends it or imports are running."""
+    """End this process when its parent process ends.
+
+    This works even if the parent process is killed with SIGKILL, or if this process is importing modules.
+
+    Args:
+        parent: process id of the parent process.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit()
 
 
 def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int) -> None:
-    """Import Megatron's modules and the requested vLLM modules; serve forks until the other end of `alive` is closed.
+    """Import Megatron's modules and the requested vLLM modules, then serve forks.
 
-    `requests` is JSON that the driver writes after it has read its configuration. `listeners` maps MEGATRON and ENGINES
-    to the file descriptors of their sockets. An import that fails is ignored here, because the process that needs the
-    module reports the error. Ray is imported only in the forks, because Ray reads its job from the environment at
-    import. If an import has initialised CUDA, requests are refused, because CUDA cannot be used in a fork of such a
-    process.
+    The server ends when the other end of `alive` is closed. A failed import is ignored here, because the process that
+    needs the module reports the error. Ray is imported only in the forks, because Ray reads its job from the
+    environment at import. If an import has initialised CUDA, requests are refused, because a fork of such a process
+    cannot use CUDA.
+
+    Args:
+        requests: JSON that the driver writes after it has read its configuration.
+        listeners: file descriptors of the sockets of MEGATRON and ENGINES.
+        alive: file descriptor of a pipe.
     """
     from roll_opd.base.optional_torch_packages import broken_companions, hide
     from roll_opd.inference.engine_arguments import prepare_environment
@@ -109,7 +119,7 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
 
 
 def is_open(device: str) -> bool:
-    """Whether this process has an open file descriptor for the device file `device`."""
+    """Return whether this process has an open file descriptor for the device file `device`."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -121,7 +131,7 @@ def is_open(device: str) -> bool:
 
 
 def _import_engines(request: Mapping[str, Any]) -> None:
-    """Import the requested parts of vLLM with the request's `variables` set in the environment."""
+    """Import the requested parts of vLLM, with the variables of the request set in the environment."""
     modules: dict[str, Any] = sys.modules
     wanted = request.get("engines", "")
     os.environ |= request.get("variables", {})
@@ -139,10 +149,10 @@ def _import_engines(request: Mapping[str, Any]) -> None:
 
 
 def _prepare_cores() -> None:
-    """Prepare the engine core once for all forks: set up logging, and CPU kernels in place of Triton's.
+    """Set up the engine core once for all forks: logging, and CPU kernels that replace Triton's.
 
-    An engine core would search every loaded module for Triton kernels, which takes 0.7 s. This function limits the
-    search to vLLM's modules.
+    An engine core would search all loaded modules for Triton kernels, which takes 0.7 s. This function searches only
+    vLLM's modules.
     """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
@@ -164,7 +174,7 @@ def _prepare_cores() -> None:
 
 
 def _serve(listener: int, alive: int) -> None:
-    """Serve forks to processes of this user."""
+    """Serve forks, but only to processes of this user."""
     module: Any = forkserver
     module.socket = SimpleNamespace(socket=_SameUserSocket, AF_UNIX=socket.AF_UNIX)
     forkserver.main(listener, alive, [])

@@ -1,12 +1,14 @@
-"""Start a fork server that imports the libraries of a run only once. The workers are forks of the server.
+"""Start a fork server, which imports the libraries of a run only once. The workers of the run are forks of the server.
 
 Importing torch, Megatron and vLLM takes at least 8 s of CPU time, and a run on one machine has at least five processes
 that need these libraries. The fork server (Python's `multiprocessing.forkserver`) has two processes, one for Megatron's
-roles and one for engines. Each of the two processes imports its libraries once, while the driver reads its data and
-starts Ray. Ray then starts `forkserver_worker` in place of the Python interpreter. `forkserver_worker` requests a fork
-that runs the worker's program. A vLLM engine core and its client are forks of the same server process. If a run sets
-variables that are read at import (`read_at_import`), the server is restarted with these variables, which takes one or
-two seconds.
+roles and one for engines. Each of them imports its libraries once, while the driver reads its data and starts Ray.
+
+Ray then starts `forkserver_worker` in place of the Python interpreter. `forkserver_worker` requests a fork, and the
+fork runs the worker's program. A vLLM engine core and its client are forks of the same server process.
+
+Some environment variables are read when libraries are imported (`read_at_import`). If a run sets such variables, the
+server is restarted with them, which takes one or two seconds.
 
 The server is used on machines with NVIDIA GPUs as well. It does not initialise CUDA, and it refuses requests if an
 import has initialised CUDA (see `forkserver_main`).
@@ -39,14 +41,17 @@ _SERVE = (
 
 
 class ForkServer:
-    """Handle of the fork server in the driver. The handle does nothing if `may_fork` is false."""
+    """The driver's handle of the fork server. If `may_fork` is false, the handle does nothing."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._alive: int | None = None  # end of a pipe; closing it ends the server's forks
 
     def serve(self, plan: RunPlan, say: Callable[[str], object] = print) -> None:
-        """Import the modules that the processes of `plan` need; print with `say` which roles are not preloaded."""
+        """Import the modules that the processes of `plan` need.
+
+        For each role that must start without preloaded libraries, print a message with `say`.
+        """
         if self._process is None:
             return
         wanted = wanted_by(plan)
@@ -59,7 +64,7 @@ class ForkServer:
         self.import_for(wanted)
 
     def import_for(self, wanted: Mapping[str, Any]) -> None:
-        """Import the modules of a request (see `wanted_by`), with the request's variables set in the environment."""
+        """Import the modules of a request (see `wanted_by`), with the request's variables in the environment."""
         if self._process is None:
             return
         from_start = wanted["variables"][MEGATRON]
@@ -117,7 +122,10 @@ class ForkServer:
 
 
 def wanted_by(plan: RunPlan) -> dict[str, Any]:
-    """Return a request for `ForkServer.import_for`: vLLM's modules to import, and variables of the server processes."""
+    """Return a request for `ForkServer.import_for`.
+
+    It states which parts of vLLM to import, and which variables each server process needs.
+    """
     engines = plan.inference_roles().values()
     eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
     kind = GPU_ENGINES if has_gpu_driver() else EAGER_ENGINES if eager else ANY_ENGINE
@@ -126,11 +134,11 @@ def wanted_by(plan: RunPlan) -> dict[str, Any]:
 
 
 def may_fork() -> bool:
-    """Whether workers may be forks.
+    """Return whether workers may be forks.
 
-    Workers are new processes in a joined cluster, and if the user has disabled the fork server. Only NVIDIA's driver
-    for Linux shows whether a process has initialised its devices. On machines with another GPU driver, workers are
-    therefore not forks.
+    Workers are not forks in three cases: the driver joins a running Ray cluster, the user has disabled the fork server,
+    or the machine has a GPU driver other than NVIDIA's for Linux. With another driver, the server cannot check whether
+    a process has initialised its devices.
     """
     can_tell = not has_gpu_driver() or has_nvidia_driver()
     return can_tell and not os.environ.get("RAY_ADDRESS") and os.environ.get(PRELOAD) != "0"
@@ -138,9 +146,9 @@ def may_fork() -> bool:
 
 @contextmanager
 def fork_server() -> Iterator[ForkServer]:
-    """Run a fork server inside the block; it imports libraries in the background.
+    """Run a fork server inside the block. The server imports libraries in the background.
 
-    The server ends with this process, even if SIGKILL ends this process.
+    The server ends when this process ends, even if this process is killed with SIGKILL.
     """
     outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of an enclosing run
     server = ForkServer()
@@ -154,15 +162,18 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def is_open() -> bool:
-    """Whether a fork server runs in this process."""
+    """Return whether a fork server of this process is running."""
     return ADDRESS in os.environ
 
 
 def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables with which a worker starts as a fork of the server `kind`.
+    """Return the environment variables that make a worker start as a fork of the server process `kind`.
 
-    The result is empty if the worker must start without preloaded libraries. `system_envs` are the variables that the
-    run and the worker's role set.
+    If the worker must start without preloaded libraries, the result is empty.
+
+    Args:
+        kind: MEGATRON or ENGINES.
+        system_envs: variables that are set for the run and for the worker's role.
     """
     served = json.loads(os.environ.get(SERVED, "{}"))
     return {KIND: kind} if is_open() and needed(kind, system_envs) == served.get(kind, {}) else {}
@@ -180,7 +191,7 @@ VLLM_PREFIX = "VLLM_"  # read when vLLM is imported, only in the engines' server
 
 
 def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that must be set when a server starts."""
+    """Return those of the given variables that must be set when the server starts."""
     return {
         name: str(value)
         for name, value in variables.items()
@@ -189,19 +200,19 @@ def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that a server of `kind` must set before it imports libraries.
+    """Return those of the given variables that the server process `kind` must set before it imports libraries.
 
-    With these variables, a fork of the server has the same settings as a new process.
+    A fork of the server then has the same settings as a new process with the given variables.
     """
     of_vllm = {name: str(value) for name, value in variables.items() if name.startswith(VLLM_PREFIX)}
     return read_at_import(variables) | (of_vllm if kind == ENGINES else {})
 
 
 def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
-    """Return the variables of each server (Megatron, engines) that libraries read at import.
+    """Return the variables that each server process (Megatron, engines) must set before it imports libraries.
 
-    Both servers get the variables that are equal in all roles. The server of the engines also gets vLLM's variables
-    that are equal in all engines.
+    Both processes set the variables that have the same value in all roles. The process of the engines also sets vLLM's
+    variables that have the same value in all engines.
     """
     megatron, engines = ([role.env for role in roles.values()] for roles in (plan.megatron_roles(), _engines(plan)))
     from_start = _shared([read_at_import({**plan.env, **env}) for env in (*megatron, *engines)])
@@ -211,7 +222,10 @@ def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
 
 
 def cold_roles(plan: RunPlan, served: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return, for each role that starts without preloading, the variables that differ from the server's variables."""
+    """Return a dict from each role that starts without preloaded libraries to a list of variables.
+
+    The role cannot use the server, because these variables have another value in the role than in the server.
+    """
     roles = [(name, MEGATRON, role.env) for name, role in plan.megatron_roles().items()]
     roles += [(name, ENGINES, role.env) for name, role in _engines(plan).items()]
     wanted = {name: (needed(kind, {**plan.env, **env}), served[kind]) for name, kind, env in roles}

@@ -1,4 +1,4 @@
-"""Replacement for Ray's program `setup_worker.py`: starts a Ray worker as a fork of the fork server.
+"""Replacement for Ray's program `setup_worker.py`. It starts a Ray worker as a fork of the fork server.
 
 This file imports only the standard library, so that it starts in 0.1 s; see `forkserver_start`.
 """
@@ -38,7 +38,7 @@ def connect(address: str) -> None:
 
 
 class ForkedProcess(ForkServerProcess):
-    """A fork of the server that has the environment and the output of the process that starts it."""
+    """A fork of the server. It gets the environment and the output of the process that starts it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         output, errors = (reduction.DupFd(number) for number in (1, 2))
@@ -46,7 +46,10 @@ class ForkedProcess(ForkServerProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        """Start the fork without importing Ray's worker program as `__main__`: this takes 0.5 s and is not needed."""
+        """Start the fork, without importing Ray's worker program as `__main__`.
+
+        This import takes 0.5 s and is not needed.
+        """
         main = sys.modules["__main__"]
         program = getattr(main, "__file__", None)
         if program and RAY_PROGRAMS in program:
@@ -66,7 +69,10 @@ class ForkedContext(ForkServerContext):
 
 
 def _set_up_fork(kind: type[ForkedProcess], environment: dict[str, str], output: Any, errors: Any) -> ForkedProcess:
-    """Give this fork the environment, threads and output of a new process, before the fork's task is unpickled."""
+    """Give this fork the environment, the number of threads and the output of a new process.
+
+    This runs before the fork's task is unpickled.
+    """
     import tempfile
 
     import torch
@@ -85,7 +91,10 @@ def _set_up_fork(kind: type[ForkedProcess], environment: dict[str, str], output:
 
 
 def fork_instead_of_spawning() -> None:
-    """Make libraries in this process start children as forks of the connected server instead of with `spawn`."""
+    """Make libraries in this process start children as forks of the server.
+
+    The forks replace the start method `spawn`. This process must be connected to the server.
+    """
     _CONTEXTS["spawn"] = ForkedContext()
 
 
@@ -107,7 +116,10 @@ def _run_program(arguments: list[str]) -> None:
 
 
 def _setup() -> None:
-    """Start the worker as a fork. If the worker starts without preloading, run Ray's `setup_worker.py` instead."""
+    """Start the worker as a fork of the server.
+
+    If the worker must start without preloaded libraries, run Ray's `setup_worker.py` instead.
+    """
     program, *arguments = sys.argv[1:]
     context = next((each for each in arguments if each.startswith(CONTEXT)), CONTEXT + "{}")
     variables = json.loads(context.removeprefix(CONTEXT)).get("env_vars", {})
@@ -121,7 +133,7 @@ def _setup() -> None:
 
 
 def _is_started(process: ForkedProcess, variables: dict[str, str]) -> bool:
-    """Start `process` with `variables` in its environment; return False if the server has ended."""
+    """Start `process` with `variables` in its environment. If the server has ended, return False."""
     connect(address_of(os.environ[ADDRESS], variables[KIND]))
     before = dict(os.environ)
     os.environ.update(variables)

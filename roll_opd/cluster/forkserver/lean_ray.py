@@ -1,4 +1,4 @@
-"""Start Ray for one run without the processes that a run never uses."""
+"""Start Ray for one run, without the processes that a run never uses."""
 
 import os
 import sys
@@ -23,9 +23,10 @@ AGENT = "dashboard_agent"  # component name passed to PROGRAM
 
 @contextmanager
 def lean(*, shows_logs: bool) -> Iterator[None]:
-    """Inside the block, patch Ray to start without `UNUSED` and the dashboard agent, and with forked workers.
+    """Make Ray start fewer processes inside the block.
 
-    The patched names are private; if a Ray release lacks one of them, that part of Ray starts normally.
+    Ray does not start the dashboard agent and the processes in `UNUSED`. Its workers are forks of the fork server. The
+    patched names of Ray are private. If a Ray release lacks one of them, that part of Ray starts as usual.
     """
     changed: list[tuple[Any, str, Any]] = []
 
@@ -59,7 +60,10 @@ def _nothing() -> Callable[..., None]:
 
 
 def _without_agent(build: Any) -> Callable[..., list[str]]:
-    """Wrap `PROGRAM`: the dashboard agent's command is replaced by the command of `stub_dashboard_agent`."""
+    """Wrap the function `PROGRAM`, which builds the command of a Ray program.
+
+    The command of the dashboard agent is replaced by the command of `stub_dashboard_agent`.
+    """
 
     def command(component: str, *args: Any, **options: Any) -> list[str]:
         if component == AGENT:

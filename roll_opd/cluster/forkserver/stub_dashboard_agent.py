@@ -1,7 +1,8 @@
-"""Replacement for Ray's dashboard agent: reports that no port is in use, and exits with its raylet.
+"""Replacement for Ray's dashboard agent. It reports that no port is in use, and exits when its raylet exits.
 
-A raylet needs its agent's files to start, and exits if its agent exits. Ray's agent takes 2 s to import servers for
-metrics and jobs that a run does not use. This program runs without site packages and starts immediately.
+A raylet waits for the files of its agent when it starts, and exits if its agent exits. Ray's own agent takes 2 s to
+import servers for metrics and jobs, which a run does not use. This program runs without site packages, so it starts
+immediately.
 """
 
 import sys
@@ -12,7 +13,10 @@ NOT_IN_USE = "-1"
 
 
 def main(arguments: list[str]) -> None:
-    """Write the port files for the session and node that Ray's `arguments` name; return when the raylet ends."""
+    """Write the port files that the raylet waits for; return when the raylet ends.
+
+    Ray passes the session directory and the node id on the command line.
+    """
     named = dict(each.removeprefix("--").split("=", 1) for each in arguments if each.startswith("--") and "=" in each)
     for port in PORTS:
         file = Path(named["session-dir"]) / f"{port}_{named['node-id']}"

@@ -1,7 +1,7 @@
-"""Connection between two hosts that transfers JSON objects, one per line, and heartbeats.
+"""Connection between two hosts. It transfers JSON objects, one per line, and heartbeats.
 
-Missing heartbeats show that a host was lost by a power or network failure. The timeout is so long that a packet loss of
-20 s does not count as a failure, because TCP sends the lost packets again after at most 26 s.
+If heartbeats are missing, the host was lost by a power failure or a network failure. A packet loss of 20 s is not
+treated as a failure, because TCP sends the lost packets again after at most 26 s. The timeout is longer than this.
 """
 
 import json
@@ -18,7 +18,11 @@ MAX_MESSAGE = 2**24  # bytes
 
 
 class HeartbeatChannel:
-    """One end of a connection. `inbox` gets (channel, message) for each message, and (channel, None) at the end."""
+    """One end of a connection.
+
+    For each message that arrives, (channel, message) is put into `inbox`. When the connection ends, (channel, None) is
+    put into `inbox`.
+    """
 
     def __init__(
         self, connection: socket.socket, inbox: "queue.Queue[tuple[HeartbeatChannel, dict[str, Any] | None]]"
@@ -32,7 +36,10 @@ class HeartbeatChannel:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, **message: Any) -> bool:
-        """Send `message`; return False if the connection is broken (the inbox then also gets (channel, None))."""
+        """Send a message; return False if the connection is broken.
+
+        In this case, (channel, None) is also put into `inbox`.
+        """
         with self._lock:
             try:
                 self._connection.sendall(json.dumps(message).encode() + b"\n")

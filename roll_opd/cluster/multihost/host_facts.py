@@ -1,4 +1,7 @@
-"""Collect facts about a host (versions, GPUs, model files, shared directory), and compare them with host 0's."""
+"""Collect facts about a host, and compare them with the facts of host 0.
+
+The facts are versions, GPUs, model files and whether the host shares a directory with host 0.
+"""
 
 import hashlib
 import os
@@ -22,7 +25,10 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts. The version of this package includes a hash of its files."""
+    """Return the versions that must be equal on all hosts.
+
+    The version of this package includes a hash of its files.
+    """
     package = Path(roll_opd.__file__).parent
     files = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -32,14 +38,17 @@ def versions() -> dict[str, str]:
 
 
 def count_gpus() -> int:
-    """Return, without loading CUDA, the number of NVIDIA GPUs that processes on this host see."""
+    """Return the number of NVIDIA GPUs that processes on this host can use. CUDA is not loaded."""
     present = len([name for name in os.listdir("/dev") if name.removeprefix("nvidia").isdecimal()])
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return present if allowed is None else min(present, len([name for name in allowed.split(",") if name.strip()]))
 
 
 def model_files(path: str) -> dict[str, int]:
-    """Return the size in bytes of each model file that is loaded. The result is empty if there is no config.json."""
+    """Return a dict from the name of each model file in a directory to its size in bytes.
+
+    Only files that are read when the model is loaded are in the dict. If there is no config.json, the result is empty.
+    """
     directory = Path(path)
     if not (directory / "config.json").is_file():
         return {}
@@ -47,15 +56,24 @@ def model_files(path: str) -> dict[str, int]:
 
 
 def look(models: Sequence[str], directory: str | None, nonce: str) -> dict[str, Any]:
-    """Return this host's files of `models`, and the name of its reply to host 0's file `nonce` in `directory`."""
+    """Return the facts for the check of files: this host's model files, and its answer to host 0.
+
+    Host 0 has created the file `nonce` in `directory`. The answer is the name of a file that this host creates next to
+    it.
+
+    Args:
+        models: directories of the models.
+        directory: directory that all hosts must share; None: this is not checked.
+    """
     answer = _answer(Path(directory), nonce) if directory else ""
     return {"models": {path: model_files(path) for path in models}, "answer": answer}
 
 
 def _answer(directory: Path, nonce: str) -> str:
-    """Create a file in `directory` next to the file `nonce`, and return the name of the new file.
+    """Create a file next to the file `nonce`; return the name of the new file.
 
-    Return "" if `nonce` is missing or if `directory` is not writable.
+    Host 0 finds the new file if both hosts share `directory`. If `nonce` is missing, or if `directory` is not writable,
+    return "".
     """
     name = f"{nonce}.{os.urandom(8).hex()}"
     if not wait_for_file(directory / nonce):
@@ -78,7 +96,13 @@ def wait_for_file(path: Path) -> bool:
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) -> list[str]:
-    """Return how a host differs from host 0, as phrases that follow its name. `devices`: GPUs that a host needs."""
+    """Return the differences between a host and host 0, as phrases that follow the host's name.
+
+    Args:
+        own: facts of host 0.
+        other: facts of the host.
+        devices: number of GPUs that each host needs.
+    """
     found = [
         f"has {name} {theirs} and host 0 has {ours}; install the same version on both hosts"
         for name, ours in own["versions"].items()
@@ -92,7 +116,14 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) 
 
 
 def model_problems(own: Mapping[str, Mapping[str, int]], other: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return phrases like `differences` for model files that are missing or differ from host 0's."""
+    """Return the problems with the model files of a host, as phrases that follow the host's name.
+
+    A file is a problem if it is missing, or if its size differs from the size on host 0.
+
+    Args:
+        own: model files of host 0.
+        other: model files of the host.
+    """
     found = []
     for path, files in own.items():
         theirs = other.get(path, {})

@@ -1,4 +1,7 @@
-"""Coordinate the hosts of a run from host 0: wait for the hosts, check them, and start their Ray nodes."""
+"""Coordinate the hosts of a run from host 0.
+
+Host 0 waits for the other hosts, checks them, and starts their Ray nodes.
+"""
 
 import os
 import queue
@@ -26,10 +29,13 @@ class Hosts:
     """All hosts of a run, managed from host 0."""
 
     def __init__(self, host: LaunchedHost, again: float = 0.0) -> None:
-        """Listen for the other hosts. Raises LaunchError if the port is in use.
+        """Listen for the other hosts.
 
-        `again` is the number of seconds for which the other hosts wait for a restarted driver. It is 0 if the run is
-        not restarted.
+        Args:
+            again: number of seconds for which the other hosts wait for a restarted driver; 0: the run is not restarted.
+
+        Raises:
+            LaunchError: if the port is in use.
         """
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
@@ -48,7 +54,11 @@ class Hosts:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def gather(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Wait at most `seconds` for all hosts. Raises a LaunchError that names missing hosts."""
+        """Wait at most `seconds` until all hosts have joined.
+
+        Raises:
+            LaunchError: if a host is missing or was refused. The message names the hosts.
+        """
         self._late = 0.0
         with StartupProgress(say=say).waiting_for("the other hosts"):
             self._await_all(time.monotonic() + seconds)
@@ -63,10 +73,13 @@ class Hosts:
             raise LaunchError([*problems, *self._refused])
 
     def check(self, models: Sequence[str], directory: str | None, devices: int) -> None:
-        """Check versions, `models`, GPUs and the shared `directory` on all hosts; LaunchError lists all problems.
+        """Check all hosts; raise a LaunchError that lists all problems.
 
-        If `directory` is None, no shared directory is checked. `devices` is the number of GPUs that each host needs if
-        the hosts have GPUs.
+        Each host must have the same versions and the same files of `models` as host 0, and enough GPUs.
+
+        Args:
+            directory: directory that all hosts must share; None: this is not checked.
+            devices: number of GPUs that each host needs, if the hosts have GPUs.
         """
         own, problems = self._facts[0], list(self._refused)
         mine = {path: host_facts.model_files(path) for path in models}
@@ -90,9 +103,14 @@ class Hosts:
             raise LaunchError(problems)
 
     def join(self, address: str, slots: int, seconds: float) -> None:
-        """Start a Ray node with `slots` on each host; the nodes join the cluster at `address`.
+        """Start a Ray node on all other hosts. The nodes join the cluster at `address`.
 
-        Raises a ClusterError that names the hosts that fail or take longer than `seconds`.
+        Args:
+            slots: number of device slots of each node.
+            seconds: time limit for all hosts together.
+
+        Raises:
+            ClusterError: if a host fails or does not finish in time. The message names these hosts.
         """
         request = {"address": address, "slots": slots, "warm": self.warm, "environment": token_variables()}
         found = self._request(seconds, join=request)
@@ -107,12 +125,15 @@ class Hosts:
             raise ClusterError("\n".join(failed))
 
     def start_ranks(self, command: Mapping[str, Any]) -> None:
-        """Start on each host its ranks of a program; see `torch_ranks`."""
+        """Start the ranks of a program on all other hosts; see `torch_ranks`."""
         for rank, channel in self._channels.items():
             channel.send(ranks={**command, "host": rank})
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Start a thread that calls `lost` with a message for each host that is lost or fails."""
+        """Watch the other hosts in a thread.
+
+        If a host fails or is lost, the thread calls `lost` with a message.
+        """
 
         def run() -> None:
             while True:
@@ -125,7 +146,10 @@ class Hosts:
         threading.Thread(target=run, daemon=True).start()
 
     def end(self, code: int, *, again: bool = False) -> None:
-        """Make the other hosts exit with `code`; if `again` is set, make them wait for a restarted driver instead."""
+        """Make the other hosts exit with the exit code `code`.
+
+        If `again` is true, they do not exit, but wait for a restarted driver.
+        """
         self._await_all(time.monotonic() + self._late)
         for channel in self._channels.values():
             channel.send(end=code, again=again)
@@ -134,7 +158,7 @@ class Hosts:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the hosts by rank."""
+        """Return the addresses of the hosts, in the order of their ranks."""
         first = next(channel.here for channel in self._channels.values())
         return [first, *(self._channels[rank].there for rank in range(1, self._host.size))]
 
@@ -161,7 +185,13 @@ class Hosts:
                 del self._channels[rank]  # it may reconnect
 
     def _request(self, seconds: float, **message: Any) -> dict[int, dict[str, Any]]:
-        """Send `message` to all hosts; return their answers by rank. Raises ClusterError if a host is lost."""
+        """Send `message` to all other hosts; return a dict from each host's rank to its answer.
+
+        Hosts that do not answer within `seconds` are not in the dict.
+
+        Raises:
+            ClusterError: if a host is lost.
+        """
         for channel in self._channels.values():
             channel.send(**message)
         deadline = time.monotonic() + seconds
@@ -177,9 +207,11 @@ class Hosts:
         return found
 
     def _take(self, deadline: float | None) -> tuple[int, dict[str, Any] | None] | None:
-        """Wait for the next message; return (rank, message), (rank, None) for a closed channel, or None at `deadline`.
+        """Wait for the next message of a host; return (rank, message).
 
-        Adds hosts that join. A signal that a host has received is sent to this process.
+        If a host's channel is closed, return (rank, None). If no message arrives before `deadline`, return None. Hosts
+        that join in the meantime are added. If a host reports that it has received a signal, the signal is sent to this
+        process.
         """
         while True:
             try:
@@ -217,17 +249,18 @@ class Hosts:
 
 
 def dismiss(host: LaunchedHost, code: int) -> None:
-    """Make the hosts that wait for host 0 exit with `code`, because the run cannot start."""
+    """Make the other hosts, which wait for host 0, exit with the exit code `code`, because the run cannot start."""
     with suppress(LaunchError):
         Hosts(host).end(code)
 
 
 @contextmanager
 def _nonce(directory: Path) -> Iterator[tuple[str, Callable[[str], Path]]]:
-    """Create a file in `directory`; yield the name of the file, and a function that registers other files for removal.
+    """Create a file in `directory`; yield (name of the file, function).
 
-    The function takes a file name and returns the path of the file. At the end of the block, the created file, the
-    registered files and the directories that were created for them are removed.
+    The function takes the name of another file in `directory`, and returns the path of that file. When the block ends,
+    the created file and the files that were passed to the function are removed. If `directory` did not exist before, it
+    is removed too.
     """
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     name = f".hosts_{uuid.uuid4().hex}"

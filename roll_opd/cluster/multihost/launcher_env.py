@@ -1,4 +1,7 @@
-"""Read the rank, size and address of a multi-host run from the environment that torchrun, srun or mpirun sets."""
+"""Read the rank, the size and the address of a multi-host run from environment variables.
+
+torchrun, srun or mpirun sets these variables.
+"""
 
 import re
 import socket
@@ -14,7 +17,10 @@ PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # prefixes of torchrun's other 
 
 
 class LaunchError(ConfigError):
-    """The hosts of a multi-host run, or their environment, are unusable; `problems` has one sentence per problem."""
+    """The hosts of a multi-host run, or their environment variables, cannot be used.
+
+    `problems` contains one sentence per problem.
+    """
 
     def __str__(self) -> str:
         numbered = (f"  {number}. {text}" for number, text in enumerate(self.problems, 1))
@@ -23,7 +29,7 @@ class LaunchError(ConfigError):
 
 @dataclass(frozen=True)
 class LaunchedHost:
-    """One host of a run; the driver runs on host 0."""
+    """One host of a multi-host run. The driver runs on host 0."""
 
     rank: int
     size: int
@@ -31,7 +37,11 @@ class LaunchedHost:
     port: int  # port on which host 0 listens
 
     def own_address(self) -> str:
-        """Return the address that this host uses to reach host 0. Raises LaunchError if there is no route."""
+        """Return the address of this host on the route to host 0.
+
+        Raises:
+            LaunchError: if there is no route to host 0.
+        """
         try:
             family, kind, *_, there = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -43,7 +53,11 @@ class LaunchedHost:
 
 
 def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
-    """Return this host of a multi-host run; None for one host. Raises LaunchError if the environment is unusable."""
+    """Return this host's place in a multi-host run; None if the run has only one host.
+
+    Raises:
+        LaunchError: if the environment variables cannot be used.
+    """
     variable = next((name for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if name in environ), "")
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
@@ -91,19 +105,22 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
 
 
 def forget(environ: MutableMapping[str, str]) -> None:
-    """Remove torchrun's variables, because libraries in a run's processes would read them."""
+    """Remove torchrun's variables from the environment, because libraries in the run's processes would read them."""
     for name in [name for name in environ if name in TORCHRUN_VARIABLES or name.startswith(PREFIXES)]:
         del environ[name]
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name in a Slurm node list: "n[003-006,9],m1" gives n003."""
+    """Return the first name in a Slurm node list. For example, "n[003-006,9],m1" gives n003."""
     found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
     return "".join(part or "" for part in found.groups()) if found else ""
 
 
 def _is_of_one_process(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm has started only this process, as the script of an sbatch job or from a shell (srun --pty)."""
+    """Return whether Slurm has started only this process.
+
+    Slurm starts a single process for the script of an sbatch job, and for a shell (srun --pty).
+    """
     return "SLURM_PTY_PORT" in environ or (environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ)
 
 

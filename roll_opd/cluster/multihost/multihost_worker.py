@@ -1,4 +1,4 @@
-"""Program for hosts other than host 0: runs a Ray node of a run, or some ranks of `roll-opd score`."""
+"""Program of the hosts other than host 0. It runs a Ray node of a run, or the host's ranks of `roll-opd score`."""
 
 import json
 import queue
@@ -24,7 +24,10 @@ EXIT_GRACE_S = 10.0  # seconds for the Ray node to exit without a signal
 
 
 def serve(host: LaunchedHost, say: Callable[[str], None]) -> int:
-    """Serve the run, even if its driver restarts; return the exit code of the last driver."""
+    """Serve the drivers of a run, and return the exit code of the last driver.
+
+    A run can have several drivers, one after the other, because a driver is restarted after a failure.
+    """
     return _Worker(host, say).serve()
 
 
@@ -55,7 +58,7 @@ class _Worker:
         return code
 
     def _serve_one(self, channel: HeartbeatChannel, inbox: "queue.Queue[Any]", node: "_Node") -> int | None:
-        """Serve one driver; return its exit code, or None if a new driver is expected."""
+        """Serve one driver. Return its exit code, or None if the driver will be restarted."""
         forwarded = 0
         while True:
             for number in self._signals[forwarded:]:
@@ -90,7 +93,7 @@ class _Worker:
                 return int(message["end"])
 
     def _connected(self, inbox: "queue.Queue[Any]") -> HeartbeatChannel | None:
-        """Connect to the driver and return the connection. Return None after the timeout or a signal."""
+        """Connect to the driver and return the connection; None after a timeout or a signal."""
         deadline = time.monotonic() + self._again
         why = ""
         while not self._signals:
@@ -119,14 +122,21 @@ class _Worker:
 
 
 class _Node:
-    """Process that runs this host's part of a run; a separate process, because Ray's token is read once per process."""
+    """The child process that runs this host's part of a run.
+
+    It is a separate process because Ray reads its token only once per process.
+    """
 
     def __init__(self, inbox: "queue.Queue[Any]") -> None:
         self._inbox = inbox
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, program: str, request: dict[str, Any]) -> None:
-        """Start a program of this package, write `request` to its standard input, and put its output into the inbox."""
+        """Start a program of this package as the child process.
+
+        The JSON of `request` is written to the program's standard input. The lines that it prints are put into the
+        inbox.
+        """
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.{program}"],
             stdin=subprocess.PIPE,

@@ -1,7 +1,9 @@
-"""Program that runs a Ray node on a host other than host 0; `multihost_worker` starts it with a request as input.
+"""Program that runs a Ray node on a host other than host 0.
 
-It writes JSON lines to standard output: {} after the start, {"failed": reason} if Ray does not start or a Ray process
-ends. It exits when its standard input closes, which also happens when the process that started it ends.
+`multihost_worker` starts the program and writes a request to its standard input. The program answers with JSON lines on
+standard output: {} after Ray has started, and {"failed": reason} if Ray does not start or a Ray process ends.
+
+The program exits when its standard input closes. The input also closes if `multihost_worker` ends.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ POLL_INTERVAL_S = 1.0  # seconds between checks of Ray's processes
 
 
 def run(request: dict[str, Any]) -> None:
-    """Start a node of the cluster in `request`; stop it when standard input closes."""
+    """Start a Ray node as described in `request`, and stop it when standard input closes."""
     os.environ |= request["environment"]
     use_interface_of(request["here"])
     ended: queue.Queue[None] = queue.Queue()

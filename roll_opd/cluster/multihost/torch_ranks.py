@@ -1,8 +1,7 @@
 """Start a host's ranks of a torch program with torchrun, for `roll-opd score`.
 
-On hosts other than host 0, this module runs as a program that `multihost_worker` starts with a request as standard
-input. The program writes {"failed": reason} to standard output if its ranks fail, and exits when its standard input
-closes.
+On hosts other than host 0, this module is a program. `multihost_worker` starts it and writes a request to its standard
+input. The program prints {"failed": reason} if its ranks fail, and exits when its standard input closes.
 """
 
 import json
@@ -28,10 +27,16 @@ LOCAL_ADDRESS = "localhost"  # this host's name may have no address
 
 
 def start(request: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess.Popen[bytes]":
-    """Start `ranks` ranks of `module` with `arguments`; their output goes to `output` (default: this process's).
+    """Start the ranks of this host with torchrun, and return the torchrun process.
 
-    For several `hosts`: `host` is the number of this host, `here` its address, `address` the address of host 0, and
-    `port` a free port on host 0 for the rendezvous.
+    Args:
+        request: a mapping with these keys:
+            ranks: number of ranks on this host.
+            module, arguments: the program that each rank runs, and its command-line arguments.
+            hosts: number of hosts. The next keys are needed only if there are several hosts.
+            host, here: number and address of this host.
+            address, port: address of host 0, and a free port on host 0 for the rendezvous.
+        output: file for the output of the ranks. None: the standard output of this process.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={request['ranks']}"]
     threads = str(max(1, (os.cpu_count() or 1) // request["ranks"]))

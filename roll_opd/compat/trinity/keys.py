@@ -1,6 +1,8 @@
-"""Table of Trinity-RFT's keys: each is translated to a key here, combined with other keys, ignored, or rejected.
+"""Table of Trinity-RFT's keys, with a rule for each key.
 
-`translate.py` applies the table; docs/coming-from-trinity.md describes it.
+A key is translated to another key, combined with other keys, ignored or refused.
+
+`translate.py` applies the table, and docs/coming-from-trinity.md describes it.
 """
 
 from collections.abc import Mapping
@@ -14,11 +16,13 @@ SFT_ROWS = ("buffer.trainer_input.sft_warmup_dataset", "buffer.trainer_input.aux
 
 @dataclass(frozen=True)
 class Rule:
-    """Translation of a key: to another key, combined with other keys, or ignored.
+    """The rule for a key: translate it to another key, combine it with other keys, or ignore it.
 
-    `ours` is the new key; {train} and {infer} in it are placeholders for the student's roles. `part` marks a key that
-    is combined with other keys. `why` is the reason to ignore a key. `harmless` lists values that are ignored; if it is
-    set, all other values are rejected.
+    Attributes:
+        ours: the key of this package. {train} and {infer} in it stand for the student's roles.
+        part: whether the key is combined with other keys.
+        why: reason to ignore the key, or remedy for a refused value.
+        harmless: values that are ignored. If this is set, all other values are refused.
     """
 
     ours: str = ""
@@ -32,7 +36,7 @@ NOTHING = Rule()
 
 
 def to(ours: str) -> Rule:
-    """Return the rule for a key whose value is copied to the key `ours`."""
+    """Return the rule for a key whose value is copied to the key `ours` of this package."""
     return Rule(ours=ours)
 
 
@@ -44,7 +48,7 @@ def nothing(why: str) -> Rule:
 def only(*harmless: Any, instead: str) -> Rule:
     """Return the rule for a key whose `harmless` values are ignored.
 
-    Other values are rejected, and the error shows the remedy `instead`.
+    All other values are refused, with the remedy `instead`.
     """
     return Rule(harmless=harmless, why=instead)
 

@@ -1,4 +1,7 @@
-"""Load a Trinity-RFT configuration, and translate it to the keys of this package. The line of each value is kept."""
+"""Load a Trinity-RFT configuration, and translate it to this package's keys.
+
+The line of each value in the file is kept for error messages.
+"""
 
 import warnings
 from pathlib import Path
@@ -30,7 +33,10 @@ from roll_opd.data.rows import DataError
 
 
 def load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
-    """Load and translate a Trinity-RFT configuration; `overrides` use this package's keys. Raises ConfigError."""
+    """Load and translate a Trinity-RFT configuration. Raises ConfigError.
+
+    `overrides` use the keys of this package.
+    """
     with bounded_work(), also_resolving_in(file.parent):
         return _load(file, overrides)
 
@@ -61,7 +67,7 @@ def _loaded(file: Path) -> DictConfig:
 
 
 def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
-    """Resolve references to plain values; raises ConfigError for invalid references."""
+    """Return the values with all references replaced. Raises ConfigError for a reference that is not valid."""
     diag = Diagnostics(lines)
     found = resolve(config, diag)
     if diag.problems:
@@ -70,9 +76,9 @@ def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
 
 
 def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return `values` after the overrides, and the origins of the overridden keys.
+    """Return (values, origins): the values after the overrides, and a map from each overridden key to its origin.
 
-    Overrides use this package's keys.
+    The overrides use the keys of this package.
     """
     config, problems = OmegaConf.create(values), []
     origins: dict[str, str] = {}
@@ -98,7 +104,7 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str,
 
 
 def _files_of(path: str, split: str, subset: str | None) -> list[str]:
-    """Return the files that Trinity-RFT would find for a dataset: one file, or the files of a split in a directory."""
+    """Return the files of a dataset as Trinity-RFT finds them: one file, or the files of a split in a directory."""
     try:
         found = find_path(path)
     except PathError as error:

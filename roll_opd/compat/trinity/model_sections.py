@@ -1,4 +1,4 @@
-"""Translate the models of a Trinity-RFT configuration: student, teacher, auxiliary models, LoRA, lengths."""
+"""Translate the models of a Trinity-RFT configuration: student, teacher, auxiliary models, LoRA and lengths."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -67,12 +67,11 @@ def _adapter(read: Translation) -> None:
 
 
 def _auxiliary_models(read: Translation) -> None:
-    """Translate auxiliary models.
+    """Translate the auxiliary models.
 
-    In distillation, the first auxiliary model is the teacher, and workflows call the other models.
-
-    If the workflow is a user's class, it may also call the teacher, so that the teacher gets an inference engine in
-    addition to its Megatron role.
+    In distillation, the first auxiliary model is the teacher, and workflows call the other auxiliary models. A workflow
+    that is a user's class may also call the teacher. The teacher then gets an inference engine in addition to its
+    Megatron role.
     """
     models = read.entries(AUXILIARY)
     workflow, _ = read.first(f"{TASKSET}.default_workflow_type", "buffer.explorer_input.default_workflow_type")
@@ -96,7 +95,7 @@ def _auxiliary_models(read: Translation) -> None:
 
 
 def _auxiliary_sampling(read: Translation, place: str, ours: str) -> None:
-    """Translate sampling and lengths of an auxiliary model; the student's values are the defaults."""
+    """Translate the sampling settings and lengths of an auxiliary model. The defaults are the student's values."""
     for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
         value, key = read.first(f"{place}.{name}", f"model.{name}", default=1.0 if name == "temperature" else None)
         if value is not None:
@@ -115,6 +114,6 @@ def _auxiliary_sampling(read: Translation, place: str, ours: str) -> None:
 
 
 def _name(model: Mapping[str, Any], number: int) -> str:
-    """Return the name of an auxiliary model's section."""
+    """Return the name of the section for an auxiliary model."""
     name = str(model.get("name") or "")
     return name if name.isidentifier() else f"auxiliary_{number}"

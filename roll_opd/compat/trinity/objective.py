@@ -1,4 +1,4 @@
-"""Translate the objective of a Trinity-RFT configuration: algorithm, loss, advantage, KL, critic."""
+"""Translate the objective of a Trinity-RFT configuration: algorithm, loss, advantage, KL and critic."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from roll_opd.compat.trinity.reading import Translation
 
 
 def objective(read: Translation) -> None:
-    """Translate the algorithm, the arguments of its functions, and the KL between student and reference policy."""
+    """Translate the algorithm, the arguments of its functions, and the KL to the reference policy."""
     key = "algorithm.algorithm_type"
     name = read.get(key, "ppo")
     if name in ("sft", "dpo"):
@@ -61,9 +61,9 @@ def objective(read: Translation) -> None:
 
 
 def _one_argument(read: Translation, section: str, name: str) -> Any:
-    """Return the value of the argument `name` in `section`; None if the argument is not set.
+    """Return the value of the argument `name` in `section`; None if it is not set.
 
-    No other argument is supported, so that other arguments are reported as problems.
+    Other arguments in the section are not supported. They are reported as problems.
     """
     given = read.below(section)
     for argument in given.keys() - {name}:
@@ -75,7 +75,7 @@ def _one_argument(read: Translation, section: str, name: str) -> Any:
 
 
 def _kl_loss(read: Translation, by_row: bool) -> bool:
-    """Translate the KL loss; return whether the run has a KL loss."""
+    """Translate the KL loss. Return whether the run has a KL loss."""
     name, key = read.first("algorithm.kl_loss_fn")
     coefficient = _one_argument(read, "algorithm.kl_loss_fn_args", "kl_coef")
     if name:
@@ -93,7 +93,7 @@ def _kl_loss(read: Translation, by_row: bool) -> bool:
 
 
 def _kl_penalty(read: Translation) -> bool:
-    """Translate the KL penalty of rewards; return whether the run has a penalty."""
+    """Translate the KL penalty of the rewards. Return whether the run has a KL penalty."""
     name, key = read.first("algorithm.kl_penalty_fn", default="none")
     given = read.below("algorithm.kl_penalty_fn_args")
     if name == "none":

@@ -1,4 +1,7 @@
-"""`Translation` applies the key table to a Trinity-RFT configuration and records the result for each key."""
+"""The class `Translation`, which records the translation of a Trinity-RFT configuration.
+
+`sort` applies the table of keys to the configuration.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +17,7 @@ DISTILL = "on_policy_distill"
 
 @dataclass(frozen=True)
 class Machine:
-    """The number of devices per node, and whether the devices are GPUs."""
+    """The devices of a machine: how many there are per node, and whether they are GPUs."""
 
     devices: int
     has_gpus: bool
@@ -22,7 +25,7 @@ class Machine:
 
 @dataclass
 class Translation:
-    """The state of a translation: the values that were read, the translated keys and the ignored keys."""
+    """The state of a translation: the values that were read, the translated keys, and the ignored keys."""
 
     diag: Diagnostics
     machine: Machine
@@ -49,7 +52,7 @@ class Translation:
 
     @property
     def frozen(self) -> list[str]:
-        """The Megatron roles of the translated configuration, except the student."""
+        """The Megatron roles of the translated configuration, without the student."""
         return [role for role in ("teacher", "reference", "critic") if role in self.values]
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -57,21 +60,24 @@ class Translation:
         return self.found.get(key, default)
 
     def first(self, *keys: str, default: Any = None) -> tuple[Any, str]:
-        """Return (value, key) of the first Trinity-RFT key that is set. If no key is set, return (default, "")."""
+        """Return (value, key) of the first Trinity-RFT key that is set; (default, "") if none is set."""
         return next(((self.found[key], key) for key in keys if key in self.found), (default, ""))
 
     def either(self, key: str, default: Any) -> tuple[Any, str]:
-        """Return the value of a Trinity-RFT key and the key, which are arguments of `put`.
+        """Return (value, key) of a Trinity-RFT key; (default, "") if it is not set.
 
-        If the key is not set, return the default and "".
+        Both are arguments of `put`.
         """
         return self.first(key, default=default)
 
     def put(self, ours: str, value: Any, *by: str) -> None:
-        """Set the key `ours` of this package.
+        """Set a key of this package.
 
-        `by` lists the Trinity-RFT keys from which `value` is translated. If `by` is empty, `value` is Trinity-RFT's
-        default.
+        Args:
+            ours: the key. {train} and {infer} in it stand for the student's roles.
+            value: the value of the key.
+            by: the Trinity-RFT keys from which the value is translated. If there are none, the value is a default of
+                Trinity-RFT.
         """
         ours = ours.format(train=self.train, infer=self.infer)
         *sections, last = ours.split(".")
@@ -85,11 +91,14 @@ class Translation:
             self.origins[ours] = f"{key}{self.diag.where(key).replace(' (', ', ').rstrip(')')}"
 
     def drop(self, key: str, why: str) -> None:
-        """Record that the Trinity-RFT key `key` is ignored, for the reason `why`."""
+        """Record that a Trinity-RFT key is ignored. `why` is the reason."""
         self.unread[key] = why
 
     def drop_remaining(self, why: Mapping[str, str]) -> None:
-        """Record all remaining Trinity-RFT keys as ignored; `why` maps prefixes of keys to reasons."""
+        """Record that all remaining Trinity-RFT keys are ignored.
+
+        `why` maps the beginning of a key to the reason.
+        """
         used = {key for keys, *_ in self.mapped for key in keys.split(" + ")} | self.unread.keys()
         for key in self.found:
             if key in used or any(other.startswith(f"{key}.") for other in used):
@@ -97,9 +106,9 @@ class Translation:
             self.drop(key, next((text for beginning, text in why.items() if key.startswith(beginning)), ""))
 
     def number(self, key: str, default: int, least: int = 1) -> int:
-        """Return the integer value of a Trinity-RFT key.
+        """Return the value of a Trinity-RFT key as an integer of at least `least`.
 
-        If the value is not valid, report a problem and return `default`.
+        If the value is not such an integer, report a problem and return `default`.
         """
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
@@ -150,9 +159,9 @@ def _yaml(value: Any) -> str:
 
 
 def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule], prefix: str) -> None:
-    """Apply the rules in `keys` to the `values` of the section with the prefix `prefix`.
+    """Apply the rules in `keys` to the values of a section. `prefix` is the dotted path of the section.
 
-    Values that are translated together with other values are stored in `read.found`.
+    Values that are translated together with others are only stored, in `read.found`.
     """
     sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
 
@@ -179,7 +188,7 @@ def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule],
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    """Return the message about an unknown key, with a suggestion if a known key is similar."""
+    """Return the message about an unknown key. It suggests a known key if one is similar."""
     section, _, last = key.rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     if near := nearest(last, siblings):

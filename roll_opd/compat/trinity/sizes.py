@@ -1,4 +1,4 @@
-"""Translate the sizes of a Trinity-RFT configuration: devices, batches, optimizer, steps."""
+"""Translate the sizes of a Trinity-RFT configuration: devices, batches, optimizer and steps."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ _VERL = "trainer.trainer_config.trainer"
 
 
 def devices(read: Translation) -> None:
-    """Translate devices.
+    """Translate the devices.
 
-    Training, sampling and teacher get separate GPUs. On a machine without GPUs, all roles share the slots.
+    Training, sampling and the teacher get separate GPUs. On a machine without GPUs, all roles share the slots.
     """
     places = (ROLLOUT, *([TEACHER] if "teacher" in read.values else []))
     sizes = {place: _engine_devices(read, place) for place in places}
@@ -56,7 +56,7 @@ def _roles(read: Translation) -> tuple[str, ...]:
 
 
 def _slots(read: Translation, engines: list[str]) -> None:
-    """Translate devices on a machine without GPUs: all roles share its slots, in fp32."""
+    """Translate the devices of a machine without GPUs: all roles share the slots, and compute in fp32."""
     read.devices = read.machine.devices
     dropped = ["cluster.node_num", "cluster.gpu_per_node", f"{ROLLOUT}.gpu_memory_utilization"]
     dropped += [f"{place}.{name}" for place in engines for name in ("engine_num", "tensor_parallel_size", "dtype")]
@@ -73,7 +73,7 @@ def _slots(read: Translation, engines: list[str]) -> None:
 
 
 def _mappings(read: Translation, sizes: Mapping[str, int], auxiliary: Mapping[str, int]) -> None:
-    """Give each role separate GPUs, the student first; reference and critic share the student's GPUs."""
+    """Give each role its own GPUs, the student first. The reference and the critic share the student's GPUs."""
     owned = {read.train: read.devices, read.infer: sizes[ROLLOUT], "teacher": sizes.get(TEACHER, 0)}
     owned |= {section: auxiliary[place] for place, section in read.auxiliaries.items()}
     first = 0
@@ -87,7 +87,7 @@ def _mappings(read: Translation, sizes: Mapping[str, int], auxiliary: Mapping[st
 
 
 def _engine_options(read: Translation) -> None:
-    """Translate the options of inference engines, and the tensor parallelism of the teacher."""
+    """Translate the options of the inference engines, and the tensor-parallel size of the teacher."""
     options = "strategy_args.strategy_config"
     for name in ("tensor_parallel_size", "gpu_memory_utilization", "enable_chunked_prefill"):
         value, key = read.first(f"{ROLLOUT}.{name}")
@@ -105,7 +105,7 @@ def _engine_options(read: Translation) -> None:
 def _training_layout(read: Translation) -> None:
     """Translate the parallel layout of training.
 
-    Megatron's layout is copied. Ulysses becomes tensor parallelism with sequence parallelism.
+    The layout of a Megatron trainer is copied. Ulysses becomes tensor parallelism with sequence parallelism.
     """
     if read.get("trainer.trainer_strategy") == "megatron":
         _megatron(read)
@@ -136,7 +136,7 @@ def _megatron(read: Translation) -> None:
 
 
 def batches(read: Translation) -> None:
-    """Translate prompts per step, sequences per update, and micro-batches."""
+    """Translate the number of prompts per step, the number of sequences per update, and the micro-batches."""
     prompts = read.number("buffer.batch_size", 1)
     read.put("rollout_batch_size", prompts, "buffer.batch_size" if read.get("buffer.batch_size") else "")
     try:
@@ -180,7 +180,7 @@ def batches(read: Translation) -> None:
 
 
 def training(read: Translation) -> None:
-    """Translate the optimizer, checkpoints, and token limits of micro-batches."""
+    """Translate the optimizer, the checkpoints, and the token limits of micro-batches."""
     actor, optimizer = "{train}.training_args", "algorithm.optimizer"
     rate, key = read.first(f"{optimizer}.lr", f"{_ACTOR}.optim.lr", default=1e-6)
     read.put(f"{actor}.learning_rate", rate, key)
@@ -227,7 +227,10 @@ def training(read: Translation) -> None:
 
 
 def steps(read: Translation, count: Callable[[list[str]], int]) -> None:
-    """Translate the number of steps. If only the number of epochs is set, it is converted with the number of rows."""
+    """Translate the number of steps.
+
+    If it is not set, it is computed from the number of epochs and the number of rows.
+    """
     steps, key = read.first("buffer.total_steps", "trainer.total_steps")
     if steps is not None:
         read.put("max_steps", steps, key)

@@ -1,8 +1,9 @@
-"""Translate a Trinity-RFT configuration: names, datasets, rewards, validation.
+"""Translate a Trinity-RFT configuration. This module translates names, datasets, rewards and validation.
 
-`keys.py` has the rules of single keys; `objective.py`, `model_sections.py` and `sizes.py` translate the objective, the
-models and the sizes. If this package has another default for a key than Trinity-RFT, Trinity-RFT's default is set
-explicitly.
+`objective.py`, `model_sections.py` and `sizes.py` translate the objective, the models and the sizes. The rules of
+single keys are in `keys.py`.
+
+If the default of a key differs between Trinity-RFT and this package, Trinity-RFT's default is set explicitly.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,10 +52,13 @@ def translated(
     files_of: FilesOf,
     count: Callable[[list[str]], int],
 ) -> Translation:
-    """Translate `values`, a configuration of Trinity-RFT. Problems are reported to `diag`.
+    """Return the translation of `values`, a configuration of Trinity-RFT. Problems are reported to `diag`.
 
-    `files_of(path, split, subset)` returns the files of a dataset, and `count` returns the number of rows in files;
-    both functions raise ValueError with a message.
+    Args:
+        files_of: function (path, split, subset) that returns the files of a dataset.
+        count: function that returns the number of rows in files.
+
+    `files_of` and `count` raise ValueError with a message.
     """
     read = Translation(diag, machine)
     sort(read, values, KEYS, "")
@@ -91,7 +95,7 @@ def _names(read: Translation) -> None:
 
 
 def _rows(read: Translation, files_of: FilesOf) -> None:
-    """Translate the training dataset, the workflow and its sampling."""
+    """Translate the training dataset, the workflow and the workflow's sampling settings."""
     sets = read.entries(f"{INPUT}.tasksets")
     if len(sets) == 1:
         sort(read, sets[0], TASKSET_KEYS, f"{TASKSET}.")
@@ -134,7 +138,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
 
 
 def _place(read: Translation, place: str) -> list[str]:
-    """Return the keys of the dataset at `place` that select its files, without the keys that are not set."""
+    """Return the keys that select the files of the dataset at `place`. Keys that are not set are left out."""
     return [key for name in ("path", "subset_name", "split") if (key := f"{place}.{name}") in read.found]
 
 
@@ -154,7 +158,7 @@ def _files(read: Translation, place: str, files_of: FilesOf) -> list[str]:
 
 
 def _demonstrations(read: Translation, files_of: FilesOf) -> None:
-    """Translate the demonstrations of mix and mix_chord."""
+    """Translate the demonstrations of the policy losses mix and mix_chord."""
     section, key = read.first(*SFT_ROWS)
     if not isinstance(section, Mapping):
         return
@@ -181,10 +185,12 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
 
 
 def _reward(read: Translation) -> None:
-    """Translate the reward function, or the workflow's default reward, to a section of `rewards`.
+    """Translate the reward function to a section of `rewards`. Without one, translate the workflow's default reward.
 
-    The reward function is passed to the workflow instead if the workflow is a user's class, or if the function has no
-    counterpart in `rewards`. The workflow then calls the function.
+    The workflow calls the reward function itself in these cases; the function is then a setting of the workflow:
+        the workflow is a user's class;
+        the function has no counterpart in `rewards`;
+        the workflow sets arguments that only Trinity-RFT's function has.
     """
     name, key = read.first(f"{TASKSET}.default_reward_fn_type", f"{INPUT}.default_reward_fn_type")
     workflow = read.values.get("workflow")
@@ -221,7 +227,7 @@ def _reward(read: Translation) -> None:
 
 
 def _validation(read: Translation, files_of: FilesOf) -> None:
-    """Translate validation: all datasets are merged and sampled with the settings of the first dataset."""
+    """Translate validation. All validation datasets become one, which is sampled with the settings of the first."""
     sets = read.entries(EVAL_TASKSETS)
     files: list[str] = []
     keys: list[str] = []

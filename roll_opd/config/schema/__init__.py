@@ -1,11 +1,14 @@
-"""Schema of the configuration. The schema declares every key once: name, type, range, default, meaning and origin.
+"""Schema of the configuration. Each key is declared once: name, type, range, default, meaning and origin.
 
-A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly; the planner
-checks rules between sections and rules that read files. Some values reach the plan unchanged; the classes in `plan.py`
-inherit the keys of these values. To add a key of this kind, declare the key here and write the code that uses its
-value. `docs/configuration.md` is generated from these declarations.
+A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly. The planner
+checks rules that combine sections, and rules that need files.
 
-A pipeline declares its keys as a subclass of `Top` if it has a rollout, and of `Supervised` if its rows have answers.
+Some values reach the plan unchanged. For these keys, a class in `plan.py` inherits from the class in the schema. To add
+such a key, declare it in the schema, and write the code that uses its value.
+
+A pipeline declares its keys as a subclass of `Top` if it has a rollout, or of `Supervised` if its rows have answers.
+
+`docs/configuration.md` is generated from these declarations.
 """
 
 from roll_opd.config.schema.environment_keys import (

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def _number(value: Any) -> Any:
-    """Convert a number that YAML reads as text, such as "1e-6"; leave other values to the type check."""
+    """Convert a number that YAML reads as text, for example "1e-6". Other values are returned unchanged."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -18,21 +18,21 @@ def _number(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Any:
-    """Return a single text as a list of one text."""
+    """Convert a text or a list to a tuple. A text becomes a tuple of one text."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _numbers(value: Any) -> Any:
-    """Return a list if the value is one number, or a text of numbers that are separated by commas."""
+    """Convert a number, a list or a text of comma-separated numbers to a tuple."""
     if isinstance(value, str):
         value = value.split(",")
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _temperature(value: float) -> float:
-    """Refuse temperatures that vLLM would replace with another value."""
+    """Refuse temperatures that vLLM would replace by another value."""
     if 0 < value < COLDEST:
         raise ValueError(
             f"0 (greedy) or at least {COLDEST}, because vLLM uses {COLDEST} in place of a value between 0 and {COLDEST}"

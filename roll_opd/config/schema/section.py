@@ -1,7 +1,7 @@
-"""The function that declares a key, and the base class of sections.
+"""The function `key`, which declares a key, and the base class of sections.
 
-A section is a dataclass that pydantic validates. `Section` also accepts keys of ROLL that have no effect, other names
-of a key, and null in place of a default. Each parsed section stores its place in the configuration for error messages.
+A section is a dataclass that pydantic validates. `Section` also accepts ROLL keys without effect, other names of a key,
+and null for a key with a default. Each parsed section stores its place in the configuration, for error messages.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,11 @@ OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", formerly: str = "") -> T:
     """Declare a key.
 
-    `also` is a second name of the key. `formerly` is a former name of the key, which is accepted with a warning.
+    Args:
+        default: default value.
+        meaning, origin: texts for the documentation.
+        also: a second name of the key.
+        formerly: a former name of the key. It is accepted with a warning.
     """
     metadata = {"meaning": meaning, "origin": origin, "also": also, "formerly": formerly}
     if isinstance(default, dict | Section):  # each section gets a copy, as a section stores its path
@@ -53,7 +57,7 @@ class Section:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return pydantic's schema: every key is strict, but the section itself may be read from a mapping."""
+        """Return pydantic's schema. Every key is strict, but the section itself may be given as a mapping."""
         schema = handler(source)
         inner: Any = handler.resolve_ref_schema(schema)
         while inner["type"] != "dataclass":
@@ -64,7 +68,7 @@ class Section:
     @model_validator(mode="wrap")
     @classmethod
     def _from_mapping(cls, data: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Validate the keys that have an effect; report all other keys to the section's diagnostics."""
+        """Validate the keys that have an effect. All other keys are reported to the section's diagnostics."""
         if not isinstance(data, dict) or not isinstance(info.context, Reading):
             return read(data)
         diag = info.context.diag.below(info.context.paths[id(data)])
@@ -75,9 +79,9 @@ class Section:
 
 
 def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return `data` with every key under its current name.
+    """Return `data` with the current name of each key.
 
-    Former names are reported as warnings. A key that is written under two names is reported as a problem.
+    A former name is reported as a warning. If a key is set under two names, this is reported as a problem.
     """
     names = other_names(section)
     if names.keys().isdisjoint(data):
@@ -104,9 +108,9 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
 
 
 def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
-    """Return the known keys of `data`, and report the unknown keys.
+    """Return the known keys of `data`, and report all other keys.
 
-    A key whose value is null is left out if its type does not accept null, so that it gets its default.
+    If a value is null but its type does not accept null, the key is left out, so that it gets its default.
     """
     kept: dict[str, Any] = {}
     keys = keys_of(section)
@@ -127,7 +131,10 @@ def _takes_null(annotation: Any) -> bool:
 
 
 def settle(section: Section, diag: Diagnostics, written: frozenset[str]) -> None:
-    """Set `diag` and `written` of `section`. Sections inside it that were not in the file get empty `written` sets."""
+    """Set `diag` and `written` of a section and of the sections in it.
+
+    A section that was not in the file gets an empty set as `written`.
+    """
     vars(section).update(diag=diag, written=written)
     for name, inside in list(vars(section).items()):
         if isinstance(inside, Section) and "diag" not in vars(inside):
@@ -135,14 +142,14 @@ def settle(section: Section, diag: Diagnostics, written: frozenset[str]) -> None
 
 
 def changed(section: S, values: Mapping[str, Any]) -> S:
-    """Return a copy of `section` with changed values and the same place in the configuration."""
+    """Return a copy of a section with some values changed. The copy has the same place in the configuration."""
     new = replace(section, **values)
     settle(new, section.diag, section.written)
     return new
 
 
 def keys_of(section: type[Section]) -> dict[str, Any]:
-    """Return the keys that a user may write in a section, as a map from each key to its type annotation."""
+    """Return the keys that a user may set in a section, as a map: key -> type annotation."""
     if section not in _KEYS:
         hints = get_type_hints(section, include_extras=True)
         _KEYS[section] = {item.name: hints[item.name] for item in fields(section) if item.name not in section.ignored}
@@ -150,7 +157,10 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
 
 
 def other_names(section: type[Section]) -> dict[str, tuple[str, bool]]:
-    """Return the other names of a section's keys as a map: other name -> (key, whether that name is a former name)."""
+    """Return the other names of a section's keys, as a map: other name -> (key, is_former).
+
+    `is_former` is true for a former name of the key, and false for a second name.
+    """
     if section not in _NAMES:
         keys = [item for item in fields(section) if item.name in keys_of(section)]
         _NAMES[section] = {
@@ -167,8 +177,8 @@ _NAMES: dict[type[Section], dict[str, tuple[str, bool]]] = {}
 
 
 def shared(keys: type[Section], section: Section) -> dict[str, Any]:
-    """Return the values of those keys in `section` that the class `keys` declares.
+    """Return the values in `section` of the keys that the class `keys` declares.
 
-    The classes of plans inherit from the same class, so that the values can be passed to a plan unchanged.
+    A plan's class inherits from `keys`, so these values can be passed to the plan unchanged.
     """
     return {name: getattr(section, name) for name in keys_of(keys)}

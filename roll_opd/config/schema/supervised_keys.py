@@ -1,4 +1,4 @@
-"""Keys of pipelines that train on rows with answers: SFT, DPO, and users' subclasses of `Supervised`."""
+"""Keys of pipelines that train on rows with answers: SFT, DPO, and the users' subclasses of `Supervised`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,12 +62,12 @@ class Supervised(Run):
     validation: HeldOut | None = key(None, "held-out rows for measuring the loss")
 
     def refusals(self) -> Mapping[str, str]:
-        """Return the keys whose value makes a run impossible, as a map from each key to the reason."""
+        """Return the keys whose values are refused, as a map: key -> reason."""
         return {}
 
 
 def supervised_pipelines() -> dict[str, type[Supervised]]:
-    """Return the pipelines that train on rows with answers: name -> keys."""
+    """Return the pipelines that train on rows with answers, as a map: name -> class of keys."""
     return {name: keys for name, keys in PIPELINES.items() if issubclass(keys, Supervised)}
 
 

@@ -1,6 +1,6 @@
 """Keys of distillation from teacher files: the files and the loss.
 
-A teacher file has answers and a teacher's scores of these answers.
+A teacher file has answers and the teacher's scores of these answers.
 """
 
 from dataclasses import dataclass

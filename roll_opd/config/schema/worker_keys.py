@@ -348,9 +348,9 @@ class TeacherWorker(Worker, ContextKeys):
 
     @property
     def sources(self) -> dict[str, ExternalKeys]:
-        """The sections that name a source of log-probs, by key.
+        """The sections that set a source of log-probs, by key.
 
-        The map is empty if Megatron processes of the run compute the log-probs.
+        There are none if Megatron processes of the run compute the log-probs.
         """
         sections = {name: getattr(self, name) for name in keys_of(type(self))}
         return {name: section for name, section in sections.items() if isinstance(section, ExternalKeys)}

@@ -1,6 +1,6 @@
 """Slicing of the tensors of Gated DeltaNet and of gated attention over tensor ranks (see `tensor_slices`).
 
-Each rank has an equal number of key heads, and the value heads of these key heads.
+Key heads are split equally over the ranks. Each rank also has the value heads that belong to its key heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ class _WithoutAdapters:
 class KeyHeadRows(_WithoutAdapters):
     """Rows of the input projection, grouped by key head.
 
-    Each tensor consists of sections, which are concatenated along its rows.
+    Each tensor is divided into sections along its rows.
     """
 
     tensors: tuple[Sections, ...]
 
     def _widths(self, sizes: SliceSizes) -> list[list[int]]:
-        """Return how many rows a key head has in each section of each tensor."""
+        """Return the number of rows per key head, for each tensor and each of its sections."""
         assert sizes.delta is not None
         rows = sizes.delta.of_key_head
         return [[sum(rows[part] for part in section) for section in sections] for sections in self.tensors]
@@ -70,7 +70,7 @@ class DeltaChannels(KeyHeadRows):
 class GatedQKV(_WithoutAdapters):
     """Queries, output gates, keys and values, grouped by key/value head.
 
-    The first tensor has the query and the gate of each head.
+    The first tensor contains the query and the gate of each head.
     """
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
@@ -88,7 +88,10 @@ class GatedQKV(_WithoutAdapters):
 
 
 def _sections(source: SliceSource, name: str, rows: Sequence[int], rank: int, ranks: int) -> list[Tensor]:
-    """Return this rank's part of each section of a tensor; `rows` has the number of rows of each section."""
+    """Return this rank's part of each section of a tensor.
+
+    `rows`: number of rows of each section.
+    """
     found, start = [], 0
     if sum(rows) != source.shape(name)[0] or any(size % ranks for size in rows):
         raise ValueError(

@@ -1,8 +1,12 @@
 """Checkpoint tensors that contain all experts of a layer. They are split by expert when read, and joined when exported.
 
-Qwen3.5 has fused tensors: `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width]. These
-tensors are read as `gate_proj`, `up_proj` and `down_proj` of each expert. gpt-oss has stacks, which are tensors of
-shape [experts, ...]. Each stack is read as one tensor per expert. Quantised stacks are read in bf16 (see `mxfp4`).
+Qwen3.5 has two fused tensors per layer, which are read as `gate_proj`, `up_proj` and `down_proj` of each expert:
+
+- `gate_up_proj`: [experts, 2 · width, hidden]
+- `down_proj`: [experts, hidden, width]
+
+gpt-oss has stacks, which are tensors of shape [experts, ...]. Each stack is read as one tensor per expert. Quantised
+stacks are read in bf16 (see `mxfp4`).
 """
 
 import re
@@ -25,14 +29,17 @@ STACK = re.compile(r"(.+\.mlp\.experts)\.(\w+)")
 
 
 def as_stored(tensors: Iterable[tuple[str, Tensor]], model: ModelInfo) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors of a model, with its experts joined into the tensors of its checkpoint."""
+    """Return the tensors of a model in the form of its checkpoint.
+
+    If the checkpoint has fused or stacked experts, the tensors of the experts are joined.
+    """
     if FAMILIES[model.model_type].stacks_experts:
         return _stacked(tensors, model.experts)
     return _fused(tensors, model.experts) if _has_fused_experts(model.tensors) else tensors
 
 
 def expert_source(directory: Path) -> FileSource:
-    """Return the weights of a model directory; fused or stacked experts are split into one tensor per expert."""
+    """Return the weights of a model directory. Fused or stacked experts are split into one tensor per expert."""
     stacks = FAMILIES[read_model(directory).model_type].stacks_experts
     return StackSource(directory) if stacks else UnfusedSource(directory)
 
@@ -71,9 +78,9 @@ class UnfusedSource(FileSource):
         return whole.narrow(dim, start, stop - start)
 
     def _fused(self, name: str) -> tuple[str, int, str] | None:
-        """Return, for the tensor of an expert, the fused tensor, the expert and the part (gate, up or down).
+        """Return (fused tensor, expert, part) for the tensor of an expert. The part is gate, up or down.
 
-        The result is None for other tensors.
+        The result is None for other tensors, and for tensors that the checkpoint stores separately.
         """
         match = EACH.fullmatch(name)
         if match is None or name in self._stored:
@@ -82,7 +89,10 @@ class UnfusedSource(FileSource):
 
 
 class StackSource(FileSource):
-    """`FileSource` that splits stacks into one tensor per expert; gpt-oss's MXFP4 is read as bf16 and transposed."""
+    """`FileSource` that splits stacks into one tensor per expert.
+
+    gpt-oss's MXFP4 tensors are read as bf16, and transposed.
+    """
 
     @property
     def names(self) -> Iterable[str]:
@@ -116,9 +126,10 @@ class StackSource(FileSource):
 
 
 def _fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with the tensors of all experts of a layer joined.
+    """Yield the tensors. The tensors of all experts of a layer are joined into fused tensors.
 
-    A layer's tensors are joined as soon as the last of them has arrived. `experts` is the number of experts.
+    The fused tensors of a layer are yielded when the last of the layer's tensors has arrived. `experts`: number of
+    experts.
     """
     held: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors:
@@ -135,9 +146,9 @@ def _fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tupl
 
 
 def _stacked(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with the tensors of all experts stacked.
+    """Yield the tensors. The tensors of all experts are joined into stacks.
 
-    A stack is yielded as soon as the tensor of its last expert has arrived. `experts` is the number of experts.
+    A stack is yielded when the tensor of its last expert has arrived. `experts`: number of experts.
     """
     held: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:

@@ -1,6 +1,6 @@
 """Weights of a Megatron model by Hugging Face name: loaded from files or from streamed tensors, and exported.
 
-Each rank reads only its parts.
+When weights are loaded from files, each rank reads only its parts.
 """
 
 import re
@@ -47,9 +47,12 @@ EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """Identity of a parameter: its name in its layer or in the model, and its global layer and expert index (from 0).
+    """Identity of a parameter.
 
-    In the names of expert parameters, a star replaces the index of the expert.
+    - name: the name in its layer, or in the model if the parameter is outside of the layers
+    - layer and expert: global indices, counted from 0
+
+    In the name of an expert's parameter, a star replaces the index of the expert.
     """
 
     name: str
@@ -58,9 +61,10 @@ class Place:
 
 
 class ModelWeights:
-    """Mapping between a model's parameters, in any layout, and Hugging Face tensors; `config` is Megatron's.
+    """Mapping between Hugging Face tensors and a model's parameters, in any layout.
 
-    `prefix` is the prefix of the decoder's tensor names.
+    - `config`: Megatron's configuration
+    - `prefix`: prefix of the decoder's tensor names
     """
 
     def __init__(
@@ -115,10 +119,11 @@ class ModelWeights:
     def whole_tensors(
         self, models: Sequence[torch.nn.Module], everywhere: Shapes | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) on rank 0, nothing on other ranks. Collective: iterate to the end.
+        """Yield (name, full tensor) on rank 0. Collective: every rank must iterate to the end.
 
-        If `everywhere` is given (the shapes of all tensors), every rank yields the tensors. Adapters are merged. A
-        tensor may share memory with its parameter.
+        Adapters are merged. A tensor may share memory with its parameter.
+
+        `everywhere`: shapes of all tensors. If it is given, every rank yields the tensors, otherwise only rank 0.
         """
         shards = []
         for place, module, parameter in parameters_of(models):
@@ -134,7 +139,10 @@ class ModelWeights:
     def linear_layers(
         self, models: Sequence[torch.nn.Module], targets: Collection[str], source: FileSource
     ) -> list[LinearLayer]:
-        """Return this rank's linear layers that contain a Hugging Face module whose name is in `targets`."""
+        """Return this rank's linear layers that contain a target of LoRA.
+
+        `targets`: names of Hugging Face modules, such as q_proj.
+        """
         found = []
         for place, module, parameter in parameters_of(models):
             entry = self._entry(place)
@@ -153,7 +161,10 @@ class ModelWeights:
         return known[place.name]
 
     def _check_names(self, source: FileSource | TensorSource) -> None:
-        """Raise ValueError if a layer's tensor has no parameter in this model, because it would be ignored."""
+        """Raise ValueError if a tensor in a layer belongs to no parameter of this model.
+
+        Without this check, the tensor would be ignored.
+        """
         known: set[str] = set()
         for entry in self._layer.values():
             experts = range(self.config.num_moe_experts or 0) if entry.is_expert else [None]
@@ -165,9 +176,9 @@ class ModelWeights:
             raise ValueError(f"{source}: no parameter for {names}; use the config.json of the same release")
 
     def _is_in_a_layer(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer of this model.
+        """Return whether a tensor belongs to a layer of this model.
 
-        The result is False for the layers for multi-token prediction, which follow the last layer.
+        Layers for multi-token prediction do not count. They follow the last layer of the model.
         """
         match = IN_A_LAYER.match(name)
         extra = range(self.config.num_layers, self.config.num_layers + self._predicting_layers)
@@ -176,7 +187,10 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class CheckedSource:
-    """SliceSource that raises ValueError on reading a tensor that is zero in at least half of its rows."""
+    """SliceSource that checks each tensor when it is read.
+
+    Raises ValueError if the tensor is zero in at least half of its rows.
+    """
 
     source: FileSource | TensorSource
     zero_centred: bool = False  # norms multiply by 1 + weight
@@ -194,11 +208,10 @@ class CheckedSource:
 
 
 def is_zeroed(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor is zero in at least half of its rows.
+    """Return whether a tensor is zero in at least half of its rows. Large tensors are sampled.
 
-    Without this check, such weights would not cause an error, only wrong results.
-
-    Biases and some rows of the vocabulary may be zero.
+    Without this check, such weights would not cause an error, only wrong results. Biases may be zero. Some rows of the
+    embedding and the head may be zero too, so these two count as zeroed only if all their rows are zero.
     """
     if may_be_zero(name) or not tensor.numel():
         return False
@@ -210,7 +223,7 @@ def is_zeroed(name: str, tensor: Tensor) -> bool:
 
 
 def with_adapter(module: torch.nn.Module, parameter: Tensor) -> Tensor:
-    """Return a parameter of `module`, with its adapter merged."""
+    """Return a parameter of `module`. If the module has an adapter, the adapter is merged into the result."""
     adapter = module._modules.get(ADAPTER)
     if adapter is None or parameter is not module.weight:
         return parameter
@@ -219,7 +232,10 @@ def with_adapter(module: torch.nn.Module, parameter: Tensor) -> Tensor:
 
 
 def _of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's direct parameters, and a router's expert biases (a buffer)."""
+    """Yield (name, tensor) for each direct parameter of a module, and for a router's expert biases.
+
+    The expert biases are a buffer in Megatron.
+    """
     yield from module.named_parameters(path, recurse=False)
     bias = module._buffers.get("expert_bias")
     if bias is not None:
@@ -260,7 +276,10 @@ Put = Callable[[Tensor, Tensor], None]  # writes a new value to a parameter
 
 
 class StreamedLoad:
-    """Loads one set of weights that arrives in parts; a parameter is written when all its tensors have arrived."""
+    """Loads one set of weights that arrives in parts.
+
+    A parameter is written as soon as all its tensors have arrived.
+    """
 
     def __init__(self, weights: ModelWeights, models: Sequence[torch.nn.Module], put: Put) -> None:
         self._weights, self._put = weights, put
@@ -268,9 +287,9 @@ class StreamedLoad:
         self._waiting = [(place, parameter, weights.names_at(place)) for place, _, parameter in parameters_of(models)]
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add `tensors` (name -> full tensor), and write every parameter whose tensors have all arrived.
+        """Add tensors, and write every parameter whose tensors have all arrived.
 
-        The caller may reuse the memory of `tensors` after the call.
+        `tensors`: name -> full tensor. The caller may reuse their memory after the call.
         """
         available = self._held | dict(tensors)
         waiting = []
@@ -291,7 +310,7 @@ class StreamedLoad:
         }
 
     def finish(self) -> None:
-        """Raise ValueError if a parameter still lacks a tensor."""
+        """Raise ValueError if a tensor of a parameter has not arrived."""
         if self._waiting:
             _, _, names = self._waiting[0]
             raise ValueError(f"{len(self._waiting)} parameters lack weights, first {' and '.join(names)}")

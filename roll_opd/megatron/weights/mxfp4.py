@@ -1,4 +1,4 @@
-"""MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 four-bit floats (E2M1). The scale of a block is a power of two.
+"""MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 four-bit floats (E2M1) with a common scale, a power of two.
 
 Legend: N rows of a matrix, K blocks in a row, D = 32 · K columns.
 """

@@ -13,7 +13,10 @@ from roll_opd.models.model_info import StoredTensor, read_model
 
 
 class FileSource:
-    """Weights of a model directory; as a context manager it keeps the files open until exit."""
+    """Weights of a model directory.
+
+    As a context manager, it keeps the files open until exit.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -40,7 +43,7 @@ class FileSource:
         return self._tensor(name).shape
 
     def whole(self, name: str) -> Tensor:
-        """Return a full tensor, with the shape and dtype that it has in the file."""
+        """Return a full tensor, with the shape and dtype of the file."""
         tensor: Tensor = self._file_of(name).get_tensor(name)
         return tensor
 

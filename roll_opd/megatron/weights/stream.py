@@ -17,7 +17,8 @@ from roll_opd.megatron.weights.tensor_slices import SliceSizes, TensorSlice
 class ParameterShard:
     """Description of a rank's part of a parameter.
 
-    `names` has tuples of Hugging Face names: one tuple per expert rank for an expert's parameter, else a single tuple.
+    `names`: tuples of Hugging Face names. An expert's parameter has one tuple per expert rank, other parameters have
+    one tuple.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -32,12 +33,12 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of
 
 
 def gather_to_rank_0(parameters: RankParameters, sizes: SliceSizes) -> Iterator[tuple[str, Tensor]]:
-    """Gather the shards of all ranks and yield (name, full tensor) on rank 0. Collective.
+    """Gather the shards of all ranks, and yield (name, full tensor) on rank 0. Collective.
 
-    On other ranks nothing is yielded.
+    Other ranks yield nothing.
 
-    Parameters are gathered one by one, in the order of pipeline stages. Rank 0 therefore holds about one tensor at a
-    time, or one per expert rank. All ranks of a stage must list parameters of the same shapes in the same order.
+    Parameters are gathered one by one, in the order of pipeline stages. So rank 0 holds about one tensor at a time, or
+    one tensor per expert rank. All ranks of a stage must list parameters of the same shapes in the same order.
     """
     for shard, parts in _gathered(parameters):
         if parts is not None:
@@ -47,7 +48,7 @@ def gather_to_rank_0(parameters: RankParameters, sizes: SliceSizes) -> Iterator[
 def gather_to_all_ranks(parameters: RankParameters, sizes: SliceSizes, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) on every rank, in the order of `gather_to_rank_0`. Collective.
 
-    `shapes` has the dtype and shape of every tensor.
+    `shapes`: dtype and shape of every tensor.
     """
     for shard, parts in _gathered(parameters):
         whole = dict(_join(shard, parts, sizes)) if parts is not None else {}
@@ -62,7 +63,10 @@ def gather_to_all_ranks(parameters: RankParameters, sizes: SliceSizes, shapes: S
 
 
 def _gathered(parameters: RankParameters) -> Iterator[tuple[ParameterShard, list[Tensor] | None]]:
-    """Yield (shard, parts) for each parameter: on rank 0 the parts of all ranks, on other ranks None."""
+    """Yield (shard, parts) for each parameter.
+
+    On rank 0, `parts` are the parts of all ranks. On other ranks it is None.
+    """
     stage, group = parallel_state.get_pipeline_model_parallel_rank(), _pipeline_group()
     listed: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(listed, [shard for shard, _ in parameters], group=group)
@@ -86,7 +90,10 @@ def _join(shard: ParameterShard, parts: list[Tensor], sizes: SliceSizes) -> Iter
 
 
 def tensor_rank(*, expert: bool = False) -> tuple[int, int]:
-    """Return (rank, size) in the tensor-parallel group; with `expert`, in the expert-tensor-parallel group."""
+    """Return (rank, size) in the tensor-parallel group.
+
+    With `expert`, the expert-tensor-parallel group is used instead.
+    """
     if expert:
         group = parallel_state.get_expert_tensor_parallel_group()
         return dist.get_rank(group), dist.get_world_size(group)
@@ -94,7 +101,7 @@ def tensor_rank(*, expert: bool = False) -> tuple[int, int]:
 
 
 def peers_of_expert(expert: int, config: TransformerConfig) -> list[int]:
-    """Return, for each expert rank, the expert whose local index on that rank equals the local index of `expert`."""
+    """Return, for each expert rank, the expert that has the same local index as `expert`."""
     assert config.num_moe_experts
     ranks = config.expert_model_parallel_size
     each = config.num_moe_experts // ranks
@@ -110,11 +117,10 @@ def _is_first_in_stage() -> bool:
 
 
 def _gather_parts(part: Callable[[], Tensor], shard: ParameterShard) -> list[Tensor] | None:
-    """Gather the parts of a parameter from all tensor and expert ranks of a stage on the first rank of the stage.
+    """Gather the parts of a parameter on the first rank of its stage. Collective over all ranks of the stage.
 
-    Returns None on the other ranks.
-
-    Collective over all ranks of a stage; data-parallel replicas do not take part.
+    The parts come from all tensor ranks, and for an expert also from all expert ranks. Data-parallel replicas do not
+    take part. Other ranks than the first return None.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -133,9 +139,9 @@ def _gather_parts(part: Callable[[], Tensor], shard: ParameterShard) -> list[Ten
 
 
 def _to_first_stage(parts: list[Tensor] | None, owner: int, shard: ParameterShard) -> list[Tensor] | None:
-    """Send the parts of a parameter from stage `owner` to the first stage.
+    """Send the parts of a parameter to the first stage.
 
-    Returns the parts on the first stage, and None on other stages.
+    Returns the parts on the first stage, and None on other stages. `owner`: the stage that has the parts.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if stage == owner:

@@ -1,6 +1,6 @@
-"""Slicing of Hugging Face tensors over tensor ranks: slices are arranged into a Megatron parameter, and joined back.
+"""Slicing of Hugging Face tensors over tensor ranks. Each rank reads only its slices.
 
-Each rank reads only its part.
+A rank arranges its slices into a Megatron parameter. The parameters of all ranks can be joined to the full tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,23 @@ from roll_opd.models.families.family import Slicing
 
 
 class SliceSource(Protocol):
-    """Full tensors by Hugging Face name; slices of a tensor can be read."""
+    """Source of full tensors by Hugging Face name, from which slices can be read."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
         ...
 
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return the slice `start` to `stop` of dimension `dim`, 0 or 1, of tensor `name`."""
+        """Return a slice of tensor `name`, from `start` to `stop` along dimension `dim`.
+
+        `dim`: 0 or 1.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class SliceSizes:
-    """The sizes of a model on which its slicings depend."""
+    """Sizes of a model that determine how its tensors are sliced."""
 
     heads: int
     kv_heads: int
@@ -38,23 +41,34 @@ class SliceSizes:
 
 
 class TensorSlice(Protocol):
-    """Slicing of one parameter; `join` over all ranks is the inverse of `read`."""
+    """Slicing of one parameter.
+
+    `read` makes the parameter of one rank from Hugging Face tensors. `join` is its inverse over all ranks.
+    """
 
     @property
     def dim(self) -> int | None:
-        """Sharded dimension; None: replicated."""
+        """Sharded dimension, or None if the parameter is replicated."""
         ...
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
-        """Join this rank's slices, one per name, into the parameter; `dim` is the dimension of the parameter's rows."""
+        """Join this rank's slices into the parameter.
+
+        Args:
+            shares: one slice per Hugging Face tensor.
+            dim: the dimension of the parameter's rows.
+        """
         ...
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
-        """Read the parameter of tensor rank `rank` out of `ranks`."""
+        """Read the parameter of tensor rank `rank` from Hugging Face tensors.
+
+        `ranks`: number of tensor ranks.
+        """
         ...
 
     def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
-        """Return the full tensors, one per name, from the parameters of all ranks."""
+        """Return the full Hugging Face tensors, one per name, from the parameters of all ranks."""
         ...
 
 
@@ -66,7 +80,7 @@ class _SingleTensor:
 
 
 class Replicated(_SingleTensor):
-    """Replicated on all ranks."""
+    """Slicing of a parameter that is replicated on all ranks."""
 
     dim = None
 
@@ -79,7 +93,7 @@ class Replicated(_SingleTensor):
 
 @dataclass(frozen=True)
 class Split(_SingleTensor):
-    """Split into equal parts along `dim`."""
+    """Slicing into equal parts along dimension `dim`."""
 
     dim: int
 
@@ -91,7 +105,7 @@ class Split(_SingleTensor):
 
 
 class VocabRows(_SingleTensor):
-    """Vocabulary rows, padded with zeros and split into equal parts."""
+    """Slicing of vocabulary rows, which are padded with zeros and split into equal parts."""
 
     dim = 0
 
@@ -128,9 +142,9 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Transposed(_SingleTensor):
-    """The transpose of a tensor, split along dimension `dim` of the parameter.
+    """Slicing of a parameter that is the transpose of a Hugging Face tensor.
 
-    A tensor with one dimension is split but not transposed.
+    The parameter is split along its dimension `dim`. A tensor with one dimension is split but not transposed.
     """
 
     dim: int
@@ -144,7 +158,10 @@ class Transposed(_SingleTensor):
 
 
 class InterleavedGateUp(Transposed):
-    """Gate and up matrices in one transposed tensor, in alternating columns; also their biases."""
+    """Gate and up matrices in one transposed tensor, with alternating columns.
+
+    Their biases alternate in the same way.
+    """
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         both = super().read(source, names, rank, ranks, sizes)
@@ -155,9 +172,9 @@ class InterleavedGateUp(Transposed):
 
 
 class QKV:
-    """Queries, keys and values. The parameter has, for each key/value head, its queries, key and value.
+    """Queries, keys and values. The key/value heads are split over the tensor ranks.
 
-    The key/value heads are split over the tensor ranks.
+    The parameter is grouped by key/value head. Each group has the queries, the key and the value of the head.
     """
 
     dim = 0
@@ -211,7 +228,7 @@ class FusedGateUp(_Parts):
 
 
 class FusedQKV(_Parts):
-    """One tensor with the queries of all heads, then their keys, then their values."""
+    """One tensor with the queries of all heads, then the keys of all heads, then the values of all heads."""
 
     def parts(self, rows: int, sizes: SliceSizes) -> list[int]:
         each = rows // (sizes.heads + 2 * sizes.kv_heads)

@@ -1,4 +1,7 @@
-"""Decoder families, one file per group: tensor names, layer variants and config.json keys (see `family.Family`)."""
+"""Decoder families, one file per group of families (see `family.Family`).
+
+A family has tensor names, layer variants and config.json keys.
+"""
 
 import importlib
 import pkgutil

@@ -19,7 +19,7 @@ V2_METHODS = (None, "greedy", "group_limited_greedy")
 
 
 def single_biased_expert(config: Config) -> tuple[str, ...]:
-    """Return a message if each token has a single expert.
+    """Return an error message if each token has a single expert.
 
     Megatron does not normalise the weight of a single expert.
     """

@@ -1,6 +1,6 @@
 """`Family`: tensors, computations and config.json keys of the decoders with one `model_type`. Does not import torch.
 
-A family lists how its decoders differ from Llama, in the names of tensors and in parts of the layers (`Pieces`).
+A family lists the differences between its decoders and Llama, in the names of tensors and in the layers (`Pieces`).
 """
 
 import re
@@ -35,23 +35,23 @@ LONGROPE = ("longrope", "su")  # rope types; the second is the old name
 class Entry:
     """The Hugging Face tensors that make up one parameter, and how they are sliced over tensor ranks.
 
-    Names contain the placeholders `{layer}` and `{expert}`.
+    Their names contain the placeholders `{layer}` and `{expert}`.
     """
 
     names: tuple[str, ...]
     slicing: Slicing
 
     def of(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
-        """Return the tensor names for a layer and an expert."""
+        """Return the tensor names for one layer, and for one expert if the names contain `{expert}`."""
         return tuple(name.format(layer=layer, expert=expert) for name in self.names)
 
     def under(self, prefix: str) -> "Entry":
-        """Return the entry with "model." replaced by `prefix` in its tensor names."""
+        """Return a copy of the entry in which `prefix` replaces "model." at the start of the tensor names."""
         return Entry(tuple(re.sub(r"^model\.", prefix, name) for name in self.names), self.slicing)
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameter exists once per expert."""
+        """Whether each expert has its own copy of the parameter."""
         return "{expert}" in self.names[0]
 
 
@@ -62,7 +62,7 @@ Entries = Mapping[str, Entry]  # name of Megatron's parameter in a layer -> entr
 class Pieces:
     """The differences between a model's layers and Llama's layers.
 
-    A tuple has one value per layer; an empty tuple means the default in all layers.
+    A tuple has one value per layer. An empty tuple means that all layers have the default.
     """
 
     qkv_bias: bool = False
@@ -87,13 +87,18 @@ class Pieces:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused layers can compute these pieces, that is, whether only biases and norms per head differ from
-        Llama's."""
+        """Whether fused layers can compute the layers that these pieces describe.
+
+        They can if at most the biases of queries, keys and values and the norms per head differ from Llama's.
+        """
         return self == Pieces(qkv_bias=self.qkv_bias, query_key_norm="head" if self.query_key_norm else "")
 
 
 def layer(slicing: Slicing, *names: str) -> Entry:
-    """Return the entry for the tensors with these names in a layer."""
+    """Return the entry of a parameter in a layer.
+
+    `names`: names of its Hugging Face tensors in the layer.
+    """
     return Entry(tuple(f"model.layers.{{layer}}.{name}" for name in names), slicing)
 
 
@@ -119,8 +124,9 @@ _OUT_BIAS = {"self_attention.linear_proj.bias": layer("replicated", "self_attn.o
 def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
     """Return the entries of the router and the experts.
 
-    `block` is the name of the module that contains the experts. `gate`, `up` and `down` are the names of an expert's
-    modules.
+    Args:
+        block: name of the module that contains the experts.
+        gate, up, down: names of the modules of one expert.
     """
     each = f"{block}.experts.{{expert}}"
     return {
@@ -133,7 +139,7 @@ def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
 def shared_experts(block: str) -> dict[str, Entry]:
     """Return the entries of the shared experts, which process every token.
 
-    `block` is the name of the module that contains their tensors.
+    `block`: name of the module that contains their tensors.
     """
     return {
         "mlp.shared_experts.linear_fc1.weight": layer(
@@ -148,9 +154,9 @@ EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", "mlp.gate.e_score_c
 
 
 def norms(before_attention: str, before_mlp: str, after_attention: str, after_mlp: str) -> dict[str, Entry]:
-    """Return the entries of a layer's norms, given the names of their modules.
+    """Return the entries of a layer's norms.
 
-    The name is "" for a norm that the layer does not have.
+    The arguments are the names of their modules, or "" for a norm that the layer does not have.
     """
     places = {
         "input_layernorm.weight": before_attention,
@@ -162,15 +168,14 @@ def norms(before_attention: str, before_mlp: str, after_attention: str, after_ml
 
 
 def without_norms(entries: Entries) -> dict[str, Entry]:
-    """Return the entries without the entries of a layer's norms."""
+    """Return `entries` without the entries of a layer's norms."""
     return {place: entry for place, entry in entries.items() if not place.endswith(("layernorm.weight", "norm_weight"))}
 
 
 def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
-    """Return the window of each layer from `sliding_window` and `layer_types`; () if no layer has one.
+    """Return the window of each layer, from `sliding_window` and `layer_types`; () if no layer has a window.
 
-    Without `layer_types`, each `period` layers end with a layer without a window, and all other layers have a window.
-    With period 0, no layer has a window.
+    If config.json has no `layer_types`, `period` decides which layers have a window (see `layer_kinds`).
     """
     size, layers = config.get("sliding_window") or 0, config["num_hidden_layers"]
     kinds = config.get("layer_types") or layer_kinds(layers, period)
@@ -179,9 +184,10 @@ def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
 
 
 def layer_kinds(layers: int, period: int) -> list[str]:
-    """Return layer types in which each `period` layers end with a layer without a window.
+    """Return the type of each layer: with a window, or without.
 
-    All other layers have a window. With period 0, no layer has a window.
+    Every layer whose number is a multiple of `period` has no window (layers counted from 1), and all others have one.
+    With period 0, no layer has a window.
     """
     return [WINDOWED if period and (number + 1) % period else "full_attention" for number in range(layers)]
 
@@ -193,9 +199,9 @@ def rotated_share(config: Config, default: float = 1.0) -> float:
 
 
 def positions(config: Config) -> tuple[int, str]:
-    """Return the number of positions that the engine supports, and the key of config.json that contains this number.
+    """Return (number of positions that the engine supports, key of config.json that contains this number).
 
-    longrope has one set of factors up to the original length and a second set for longer sequences. The engine uses
+    longrope has one set of factors up to the original length, and a second set for longer sequences. The engine uses
     only the first set.
     """
     rope, name = config.get("rope_parameters") or config.get("rope_scaling") or {}, "original_max_position_embeddings"
@@ -209,7 +215,7 @@ def positions(config: Config) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Family:
-    """Decoders of one `model_type`."""
+    """The decoders of one `model_type`."""
 
     model_type: str
     tensors: Entries = field(default_factory=lambda: LLAMA)  # without the biases and norms that `Pieces` adds
@@ -231,7 +237,7 @@ class Family:
 
 
 def layer_entries(tensors: Entries, pieces: Pieces) -> dict[str, Entry]:
-    """Return the entries for the tensors of a model's layers, including biases, query norms and key norms."""
+    """Return the entries of a model's layers. Biases, query norms and key norms are included."""
     return (
         dict(tensors)
         | (_QKV_BIAS if pieces.qkv_bias else {})

@@ -1,8 +1,7 @@
 """Gemma 2 and the text models of Gemma 3.
 
-They have local and global layers, scaled embeddings, and norms before and after attention and MLP.
-
-Gemma 2 caps attention scores and logits. In Gemma 3, local and global layers have separate rotations.
+Both have local and global layers, scaled embeddings, and norms before and after attention and MLP. Gemma 2 caps
+attention scores and logits. In Gemma 3, local and global layers have different rotary frequencies.
 """
 
 import math

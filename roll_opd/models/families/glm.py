@@ -1,8 +1,7 @@
 """GLM-4: dense models, and mixtures of experts with DeepSeek-V3's routers.
 
-The dense models have norms before and after attention and MLP, and fused gate and up matrices.
-
-Only a part of each head is rotated. In dense models the two elements of a rotated pair are adjacent.
+The dense models have norms before and after attention and MLP, and fused gate and up matrices. In all models only a
+part of each head is rotated. In dense models the two elements of a rotated pair are adjacent.
 """
 
 from roll_opd.models.families.deepseek import single_biased_expert

@@ -1,6 +1,6 @@
 """gpt-oss: attention sinks, windows in every second layer, clipped SwiGLU, and biases in routers and experts.
 
-Releases store the experts of a layer in one stacked tensor, in MXFP4.
+The released checkpoints store the experts of a layer in stacked tensors, in MXFP4.
 """
 
 from roll_opd.models.families.family import EACH_EXPERT, LLAMA, WINDOWED, Config, Family, Pieces, layer, windows

@@ -1,4 +1,4 @@
-"""MiniMax-M2: norms over all heads, half of a head rotated, and DeepSeek-V3's routers without groups."""
+"""MiniMax-M2: norms over all heads, rotation of half of each head, and DeepSeek-V3's routers without groups."""
 
 from roll_opd.models.families.deepseek import single_biased_expert
 from roll_opd.models.families.family import LLAMA, Config, Family, Pieces, experts, layer, rotated_share

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense and as mixtures of experts."""
+"""Qwen2 and Qwen3: dense models, and mixtures of experts."""
 
 from roll_opd.models.families.family import EXPERTS, LLAMA, Config, Family, Pieces, layer, shared_experts
 
@@ -8,9 +8,9 @@ SHARED_EXPERT = shared_experts("mlp.shared_expert") | {
 
 
 def single_expert(config: Config, *, normalised: bool) -> tuple[str, ...]:
-    """Return a message if each token has a single expert and the weight of this expert is normalised.
+    """Return an error message if each token has a single expert and the weight of this expert is normalised.
 
-    `normalised` is the default of `norm_topk_prob`.
+    `normalised`: default of `norm_topk_prob`.
     """
     if config.get("norm_topk_prob", normalised) and config.get("num_experts_per_tok") == 1:
         return ("num_experts_per_tok=1 in config.json is not available: the router always outputs 1 and cannot learn",)

@@ -1,4 +1,4 @@
-"""SmolLM3: layers without rotation."""
+"""SmolLM3: some layers have no rotation."""
 
 from roll_opd.models.families.family import Config, Family, Pieces, windows
 

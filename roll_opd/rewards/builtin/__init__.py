@@ -1,1 +1,1 @@
-"""Built-in rewards, one per module of the same name."""
+"""Built-in rewards; each module has the name of its reward."""

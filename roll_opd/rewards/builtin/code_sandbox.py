@@ -1,7 +1,7 @@
-"""`code_sandbox`: reward for a program that passes its row's test cases in a sandbox.
+"""`code_sandbox`: reward for a program that passes the test cases of its row in a sandbox.
 
-The row's `test_cases` define the tests (docs/rewards/code_sandbox.md); `sandbox.response` extracts the program from the
-response. The sandbox is a security boundary: see `roll_opd.rewards.sandbox`.
+The tests are in `test_cases` of the row (docs/rewards/code_sandbox.md). `sandbox.response` extracts the program from
+the response. The sandbox is a security boundary, see `roll_opd.rewards.sandbox`.
 """
 
 import os
@@ -28,12 +28,19 @@ MAX_DIGITS = 100_000  # maximum digits of an integer in a row's cases; parsing s
 
 @register("code_sandbox", keeps_time=True)
 class CodeSandbox:
-    """1.0 for a program that passes all cases of its row, else 0.0; with `partial`, the fraction of passed cases.
+    """The score is 1.0 if a program passes all cases of its row, else 0.0.
 
-    The score is None for a row with unusable cases. Numbers with a fraction may differ by `tolerance`. At most
-    `workers` programs run concurrently, counted over all calls (default: the CPUs of this process). Programs may import
-    the standard library and the installed `packages`. The other arguments are fields of `CaseLimits`. Raises
-    `RewardError` if this machine has no sandbox.
+    The score is None if the cases of a row are unusable. Raises `RewardError` if this machine has no sandbox.
+
+    Args:
+        partial: whether the score is the fraction of passed cases.
+        tolerance: allowed difference of numbers with a fraction.
+        unsafe: whether programs run without isolation.
+        workers: number of programs that run concurrently, over all calls; None means the number of CPUs of this
+            process.
+        packages: installed packages that programs may import in addition to the standard library.
+
+    The other arguments are fields of `CaseLimits`.
     """
 
     def __init__(
@@ -73,7 +80,10 @@ class CodeSandbox:
         self.close = weakref.finalize(self, _close, self._threads, self._pool)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
-        """Return each sample's score, in order; the reason is the result of the first case that did not pass."""
+        """Return the score of each sample, in order.
+
+        The reason of a score is the result of the first case that did not pass.
+        """
         return list(self._threads.map(self._score, samples))
 
     def _score(self, sample: RewardSample) -> Score | Failure:

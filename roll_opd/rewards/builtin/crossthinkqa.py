@@ -1,6 +1,6 @@
-"""`crossthinkqa`: reward for Nemotron-CrossThink's questions (arXiv 2504.13941), multiple choice or short answer.
+"""`crossthinkqa`: reward for the questions of Nemotron-CrossThink (arXiv 2504.13941).
 
-`reward_type` selects the values, as in ROLL:
+The questions are multiple choice or have a short answer. `reward_type` selects the values, as in ROLL:
 
     right  boxed    loose soft strict
     yes    yes        1     1     1
@@ -34,7 +34,10 @@ _MATHEMATICAL = re.compile(r"[\d\\]")
 
 @register("crossthinkqa", needs_ground_truth=True)
 class CrossThinkQA:
-    """CrossThinkQA score with parts `right` and `boxed`, plus `response_length_penalty_coef` times `shortness`."""
+    """CrossThinkQA score, with the parts `right` and `boxed`.
+
+    `response_length_penalty_coef` is the weight of the term `shortness`, which is added to the score.
+    """
 
     def __init__(self, reward_type: RewardType = "loose", response_length_penalty_coef: float = 0.0) -> None:
         self.values = VALUES[choice("crossthinkqa", "reward_type", reward_type, VALUES)]
@@ -61,7 +64,7 @@ class CrossThinkQA:
 def _judge(sample: RewardSample) -> Score:
     """Return a score of 1.0 or 0.0, with the part `boxed`.
 
-    The sample is graded as multiple choice if its ground truth names options, and as a short answer otherwise.
+    The sample is graded as multiple choice if its ground truth names options, else as a short answer.
     """
     truth = sample.ground_truth
     if truth is None:
@@ -78,9 +81,9 @@ def _judge(sample: RewardSample) -> Score:
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Return whether two short answers have the same text.
+    """Return whether two short answers are equal.
 
-    If `gold` has digits or LaTeX, two answers with the same value are equal too.
+    The answers are compared as text. If `gold` has digits or LaTeX, answers with the same value are equal too.
     """
     if short_answers.same_text(answer, gold):
         return True

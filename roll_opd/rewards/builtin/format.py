@@ -12,7 +12,10 @@ THINK_THEN_ANSWER = r"\s*+<think>(?:(?!</?think>).)*+</think>\s*+(?!</?think>)\S
 
 @register("format")
 class Format:
-    """Format reward; `pattern` has the syntax of the package `regex`, and its `.` also matches newlines."""
+    """The score is 1.0 if the whole response matches a pattern, else 0.0.
+
+    `pattern` has the syntax of the package `regex`. Its `.` also matches newlines.
+    """
 
     def __init__(self, pattern: str = THINK_THEN_ANSWER) -> None:
         self.pattern = compiled("format", "pattern", pattern)

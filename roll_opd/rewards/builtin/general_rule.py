@@ -1,7 +1,8 @@
-"""`general_rule`: reward by a named text rule, 1.0 if the rule holds, else 0.0 (`f1` also has values in between).
+"""`general_rule`: reward by a named text rule.
 
-`choice` (ROLL's GeneralValRuleRewardWorker), `exact`, `number` and `f1` read the final answer; `contains` and
-`regex` read all text after the thought.
+The reward is 1.0 if the rule holds, else 0.0. Rule `f1` also gives values between 0 and 1. The rules `choice` (ROLL's
+GeneralValRuleRewardWorker), `exact`, `number` and `f1` read the final answer. The rules `contains` and `regex` read all
+text after the thought.
 """
 
 import re
@@ -26,23 +27,26 @@ def exact(answer: str, gold: str) -> float:
 
 
 def contains(text: str, gold: str) -> float:
-    """Return 1.0 if `text` contains `gold` outside of longer English words and numbers, else 0.0."""
+    """Return 1.0 if `text` contains `gold`, else 0.0.
+
+    A part of a longer English word or number does not count.
+    """
     left = r"(?<![A-Za-z0-9_])" if gold[:1].isascii() else ""
     right = r"(?![A-Za-z0-9_])" if gold[-1:].isascii() else ""
     return float(bool(gold) and re.search(left + re.escape(gold) + right, text) is not None)
 
 
 def f1(answer: str, gold: str) -> float:
-    """Return the word F1 of `answer` against `gold` (SQuAD, arXiv 1606.05250)."""
+    """Return the F1 score of the words of `answer` against `gold`, as in SQuAD (arXiv 1606.05250)."""
     answer_words, gold_words = answer.split(), gold.split()
     common = sum((Counter(answer_words) & Counter(gold_words)).values())
     return 2 * common / (len(answer_words) + len(gold_words)) if common else 0.0
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the first number in the boxed or announced answer, else the last number of the text.
+    """Return the first number of the answer that is boxed or announced, or else the last number of the text.
 
-    If the answer has an equals sign, only the part after its last equals sign is read.
+    If such an answer has an equals sign, only the text after its last equals sign is read.
     """
     boxed = short_answers.last_boxed(text)
     for part in short_answers.announced(text) if boxed is None else (boxed,):
@@ -68,7 +72,10 @@ Rule = Literal["choice", "exact", "contains", "f1", "regex", "number"]
 
 @register("general_rule", needs_ground_truth=True)
 class GeneralRule:
-    """Rule-based score; if the ground truth is a JSON list, the best score over its entries."""
+    """Score by a text rule.
+
+    If the ground truth is a JSON list, the score is the best one over the entries of the list.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,9 @@
-"""`ifeval`: reward for verifiable instructions: 1.0 if a response follows all instructions of its row, else 0.0.
+"""`ifeval`: the reward is 1.0 if a response follows all instructions of its row, else 0.0.
 
-Rows use IFEval's form (`instruction_id_list` and `kwargs`, in the row or in a JSON `ground_truth`) or Tulu 3's and
-ROLL's form (`func_name` and arguments in a JSON `ground_truth`).
+The instructions can be verified by a program. A row has one of two forms:
+
+- IFEval: `instruction_id_list` and `kwargs`, in the row or in a JSON `ground_truth`.
+- Tulu 3 and ROLL: `func_name` and its arguments, in a JSON `ground_truth`.
 """
 
 import inspect
@@ -27,10 +29,11 @@ class Unjudgeable(ValueError):
 class IFEval:
     """Score for following the instructions of a row.
 
-    With `loose`, an instruction is checked as in the paper's loose accuracy. With `partial`, the score is the fraction
-    of followed instructions.
-
     The part `followed` is always the fraction of followed instructions. Text before `</think>` is ignored.
+
+    Args:
+        loose: whether instructions are checked as for the loose accuracy of the paper.
+        partial: whether the score is the fraction of followed instructions.
     """
 
     def __init__(self, loose: bool = False, partial: bool = False) -> None:
@@ -52,20 +55,18 @@ class IFEval:
 
 
 def strict_view(text: str) -> list[str]:
-    """Return a list with the text as the only view.
+    """Return a list whose only entry is the text.
 
-    The list is empty for blank text, so that blank text follows no instruction.
+    The list is empty for blank text, because blank text follows no instruction.
     """
     return [text] if text.strip() else []
 
 
 def loose_views(text: str) -> list[str]:
-    """Return the views of a text that count for the loose accuracy.
+    """Return the versions of a text that count for the loose accuracy.
 
-    The views are the whole text, the text without its first line, the text without its last line, and the text without
-    both lines. Each of these views is returned with and without asterisks.
-
-    An instruction counts as followed if one of the views follows it.
+    They are the whole text, and the text without its first line, its last line or both. Each of them is returned with
+    and without asterisks. An instruction counts as followed if one of the versions follows it.
     """
     lines = text.split("\n")
     parts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
@@ -73,7 +74,10 @@ def loose_views(text: str) -> list[str]:
 
 
 def read_checks(ground_truth: str | None, row: Mapping[str, Any]) -> list[Check]:
-    """Return a row's instructions as checks of a text; raises `Unjudgeable` if one is invalid."""
+    """Return the instructions of a row as functions that check a text.
+
+    Raises `Unjudgeable` if an instruction is invalid.
+    """
     if "instruction_id_list" in row:
         return _instructions(row["instruction_id_list"], row.get("kwargs"))
     try:
@@ -99,7 +103,10 @@ def _instructions(names: Any, arguments: Any) -> list[Check]:
 
 
 def _list(value: Any) -> Sequence[Any]:
-    """Return the value if it is a list, or the list in a JSON string; [] if the value is neither."""
+    """Return `value` if it is a list; if it is JSON text of a list, return that list.
+
+    The result is empty for other values.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -109,7 +116,13 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _bound(table: Mapping[str, Callable[..., bool]], name: Any, given: Mapping[str, Any]) -> Check:
-    """Return rule `name` with its arguments converted and bound."""
+    """Return the rule for an instruction, with converted arguments bound to it.
+
+    Args:
+        table: rules by name.
+        name: name of the rule.
+        given: the arguments as written in the row.
+    """
     if not isinstance(name, str) or not isinstance(given, Mapping):
         raise Unjudgeable("no instruction")
     if name not in table:
@@ -123,7 +136,7 @@ def _bound(table: Mapping[str, Callable[..., bool]], name: Any, given: Mapping[s
 
 
 def _argument(value: Any, kind: Any) -> Any:
-    """Convert `value` to the type of a rule's argument; raises ValueError if impossible."""
+    """Convert a value to the type of a rule's argument; raise ValueError if that is impossible."""
     if kind is int and isinstance(value, int | float | str) and not isinstance(value, bool):
         return int(value)
     if kind is str and isinstance(value, str) and value:

@@ -1,12 +1,13 @@
-"""`length_penalty`: a reward term that penalizes long responses; add it to another reward.
+"""`length_penalty`: a reward term that penalizes long responses.
 
-With L tokens in the response, DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) is
+Add it to another reward. For a response of L tokens, DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) is
 
     0                                            L <= max_tokens - cache_tokens
     (max_tokens - cache_tokens - L)/cache_tokens      in between
     -1                                           L >  max_tokens
 
-`coef` adds ROLL's penalty for short responses: coef times -0.5 up to 100 tokens, rising to 0 at 400.
+Key `coef` adds ROLL's penalty for short responses, multiplied by `coef`. This penalty is -0.5 up to 100 tokens. It then
+rises linearly and is 0 from 400 tokens on.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ SHORT_VALUE = -0.5
 
 @register("length_penalty")
 class LengthPenalty:
-    """Length penalty over the sampled tokens; part `tokens` is their number."""
+    """Penalty for the length of a response, counted in sampled tokens.
+
+    The part `tokens` is the number of sampled tokens.
+    """
 
     def __init__(
         self, max_tokens: int | None = None, cache_tokens: int | None = None, coef: float | None = None
@@ -59,5 +63,8 @@ def overlong(tokens: int, max_tokens: float, cache_tokens: float) -> float:
 
 
 def shortness(tokens: int) -> float:
-    """Return ROLL's term for short answers: -0.5 up to 100 tokens, rising to 0 at 400."""
+    """Return ROLL's penalty for short answers.
+
+    It is -0.5 up to 100 tokens, rises linearly, and is 0 from 400 tokens on.
+    """
     return SHORT_VALUE * max(0.0, min(1.0, (LONG_ENOUGH - tokens) / (LONG_ENOUGH - SHORT)))

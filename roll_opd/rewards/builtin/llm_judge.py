@@ -1,6 +1,6 @@
-"""`llm_judge`: the reward is parsed from a language model's verdict on each response.
+"""`llm_judge`: the reward is read from the verdict of a language model on each response.
 
-A `Complete` calls the model; see `roll_opd.rewards.endpoint`.
+A `Complete` sends the requests to the model, see `roll_opd.rewards.endpoint`.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ ENDPOINT_ARGUMENTS = """
     endpoint_arguments=frozenset(ENDPOINT_ARGUMENTS.split()),
 )
 class LLMJudge:
-    """Score from 0 to 1 that is read from a judge's verdict on each sample.
+    """Score from 0 to 1, read from the verdict of a judge.
 
-    The score is None if the row lacks a field of the prompt template.
+    The score is None if the row lacks a field that the prompt template needs.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class LLMJudge:
         concurrency: int = 16,
         requests_per_minute: float | None = None,
     ) -> None:
-        """Create the judge. The keys are described in docs/rewards/llm_judge.md.
+        """Create the judge.
 
-        `complete` calls the judge if the judge is an inference engine of this run.
+        The keys are described in docs/rewards/llm_judge.md. `complete` calls the judge if an inference engine of this
+        run is the judge.
         """
         if judge_model_type not in ("api", "inference"):
             raise RewardError(f"judge_model_type: {judge_model_type!r} is not api or inference")
@@ -100,7 +101,10 @@ class LLMJudge:
         self._complete: Any = complete  # None while only the arguments are checked
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """Return a score or a failure for each sample, judged concurrently."""
+        """Return a score or a failure for each sample.
+
+        The samples are judged concurrently.
+        """
         return list(await asyncio.gather(*map(self._score, samples)))
 
     async def _score(self, sample: RewardSample) -> Scored:
@@ -118,7 +122,8 @@ class LLMJudge:
     async def _judge(self, messages: Messages, errors: Counter[str]) -> Verdict:
         """Request a verdict from the judge.
 
-        A retry includes the previous answer, because the judge would probably give the same answer to the same prompt.
+        If no verdict can be read, a retry sends the judge's answer and asks for the verdict only. The judge would
+        probably give the same answer again if it got the same prompt.
         """
         text = await self._complete(messages, errors)
         for _ in range(VERDICT_ATTEMPTS - 1):
@@ -170,7 +175,10 @@ def _reader(
     low: float | None,
     high: float | None,
 ) -> ReadVerdict:
-    """Return the configured parser of the verdict, else the prompt's default."""
+    """Return the parser of the verdict.
+
+    Values that are not configured are the defaults of the judge's prompt.
+    """
     low, high = (prompt.min_score if low is None else low), (prompt.max_score if high is None else high)
     if not low < high:
         raise RewardError(f"min_score {low!r} is not below max_score {high!r}; write the range of the judge's scores")
@@ -187,7 +195,10 @@ def _reader(
 
 
 def _key(written: str, variable: str | None) -> str:
-    """Return the API key from the configuration, else from the environment; empty if neither has a key."""
+    """Return the API key from the configuration, or else from the environment.
+
+    The result is empty if neither has a key. Raises `RewardError` if the configured environment variable is not set.
+    """
     if written:
         return written.strip()
     if variable is not None and not os.environ.get(variable):

@@ -1,8 +1,8 @@
 r"""`math_rule`: the reward is 1.0 for an exactly right mathematical answer, else 0.0.
 
 `final_answer` finds the answer in the text, `notation` normalises it, and `equality` compares it with the ground truth.
-Numbers are compared exactly, as fractions. LaTeX expressions and sets are compared by math-verify, which runs in
-separate processes because an answer can keep a computer algebra system busy forever.
+Numbers are compared exactly, as fractions. LaTeX expressions and sets are compared by math-verify. It runs in separate
+processes, because an answer can keep a computer algebra system busy forever.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,12 @@ GSM8K = "####"  # marker before the answer in GSM8K's rows
 
 @register("math_rule", needs_ground_truth=True, keeps_time=True)
 class MathRule:
-    """1.0 if a sample's final answer equals its ground truth, else 0.0; accepts any text.
+    """The score is 1.0 if the final answer of a sample equals its ground truth, else 0.0.
 
-    `timeout`: CPU seconds for the algebra of one sample. An answer that takes longer counts as wrong.
+    Any text can be scored.
+
+    Args:
+        timeout: CPU seconds for the algebra of one sample. An answer that takes longer counts as wrong.
     """
 
     def __init__(self, timeout: float = 3.0) -> None:
@@ -30,7 +33,10 @@ class MathRule:
         self._timeout = timeout
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
-        """Return one score per sample; reasons are right, wrong, no answer, timeout, crash and no ground truth."""
+        """Return one score per sample.
+
+        The reasons of scores are: right, wrong, no answer, timeout, crash, no ground truth.
+        """
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: RewardSample) -> Score | Failure:
@@ -50,9 +56,10 @@ class MathRule:
 
 
 def is_right(response: str, ground_truth: str, timeout: float = 3.0) -> bool | None:
-    """Return whether the final answer of `response` equals `ground_truth`; None without a final answer.
+    """Return whether the final answer of a response equals the ground truth.
 
-    Raises `TimedOut`, `Crashed` or `Busy` if the comparison did not finish.
+    The result is None if the response has no final answer. Raises `TimedOut`, `Crashed` or `Busy` if the comparison did
+    not finish.
     """
     gold = boxed(ground_truth) or ground_truth.rpartition(GSM8K)[2]
     answer = final_answer(response, numeric=number_in(gold) is not None)

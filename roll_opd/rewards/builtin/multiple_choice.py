@@ -1,4 +1,4 @@
-"""`multiple_choice`: the reward is 1.0 for choosing exactly the options of the ground truth, else 0.0."""
+"""`multiple_choice`: the reward is 1.0 if a response chooses exactly the options of the ground truth, else 0.0."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,13 @@ from roll_opd.rewards.reward_registry import register
 
 @register("multiple_choice", needs_ground_truth=True)
 class MultipleChoice:
-    """Multiple-choice score; part `boxed` is 1 for a boxed choice. `require_boxed`: a choice without a box is wrong."""
+    """Multiple-choice score.
+
+    The part `boxed` is 1 if the choice is boxed, else 0.
+
+    Args:
+        require_boxed: whether a choice without a box is wrong.
+    """
 
     def __init__(self, require_boxed: bool = False) -> None:
         self.require_boxed = flag("multiple_choice", "require_boxed", require_boxed)
@@ -19,7 +25,10 @@ class MultipleChoice:
 
 
 def choice_score(sample: RewardSample, require_boxed: bool = False) -> Score:
-    """Return the score of one sample; its value is None if the ground truth names no option."""
+    """Return the score of one sample.
+
+    The value of the score is None if the ground truth names no option.
+    """
     options = options_of(sample.extra)
     right = None if sample.ground_truth is None else right_choices(sample.ground_truth, options)
     if right is None:

@@ -1,4 +1,7 @@
-"""`remote`: reward computed by a user's HTTP server, which gets batches of samples and returns rewards."""
+"""`remote`: the reward is computed by an HTTP server of the user.
+
+The server gets batches of samples and returns rewards.
+"""
 
 import math
 from collections import Counter
@@ -21,7 +24,7 @@ ADVICE = {
 
 @register("remote", keeps_time=True, asks_a_service=True, max_concurrency=4)  # a call has a batch
 class Remote:
-    """Client of the reward server at `url`."""
+    """Client of a user's reward server."""
 
     def __init__(
         self,
@@ -32,14 +35,17 @@ class Remote:
         concurrency: int = 16,
         requests_per_minute: float | None = None,
     ) -> None:
-        """Create the client with the keys of docs/rewards/remote.md."""
+        """Create the client; the keys are described in docs/rewards/remote.md."""
         if not url:
             raise RewardError("remote needs url; write the URL of the server, such as http://host:8000/score")
         limits = RequestLimits(request_seconds, retry_seconds, concurrency, requests_per_minute)
         self._endpoint = Endpoint(url, headers or {}, limits, ADVICE)
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """Score all samples with one request; failed attempts are counted in the first sample's errors."""
+        """Score all samples with one request.
+
+        Failed attempts are counted in the errors of the first sample.
+        """
         if not samples:
             return []
         errors: Counter[str] = Counter()
@@ -53,7 +59,7 @@ class Remote:
 
 
 def as_json(sample: RewardSample) -> dict[str, Any]:
-    """Return the JSON object that represents a sample in a request."""
+    """Return a sample as a JSON object for a request."""
     return {
         "id": sample.id,
         "prompt": sample.prompt,
@@ -65,7 +71,10 @@ def as_json(sample: RewardSample) -> dict[str, Any]:
 
 
 def read_rewards(answer: Any, count: int) -> list[Score]:
-    """Parse `count` scores from `{"rewards": [...]}` or a plain list; raises ValueError."""
+    """Parse the scores in an answer of the server; raise ValueError for an unusable answer.
+
+    The answer is `{"rewards": [...]}` or a plain list, with `count` rewards.
+    """
     rewards = answer.get("rewards") if isinstance(answer, dict) else answer
     if not isinstance(rewards, list):
         raise ValueError("no list of rewards")
@@ -75,7 +84,10 @@ def read_rewards(answer: Any, count: int) -> list[Score]:
 
 
 def _score(reward: Any) -> Score:
-    """Parse a number, null, or {"reward": number or null, "parts": {name: number}, "reason": text}."""
+    """Parse the reward of one sample.
+
+    A reward is a number, null, or {"reward": number or null, "parts": {name: number}, "reason": text}.
+    """
     if not isinstance(reward, dict):
         return Score(None if reward is None else _number(reward))
     value, parts, reason = reward.get("reward"), reward.get("parts") or {}, reward.get("reason") or ""

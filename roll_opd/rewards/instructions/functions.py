@@ -1,6 +1,6 @@
-"""Instruction checks of Tulu 3's RLVR-IFeval rows (arXiv 2411.15124), which ROLL's ifeval domain uses.
+"""Checks for the instructions of Tulu 3's RLVR-IFeval rows (arXiv 2411.15124), which ROLL's ifeval domain uses.
 
-They are IFEval's instructions with other names and arguments, and mostly require exact counts.
+The instructions are those of IFEval with other names and arguments. Most of them require exact counts.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,24 @@ def keyword_frequency(text: str, word: str, N: int) -> bool:
 
 
 def letter_frequency(text: str, letter: str, N: int) -> bool:
-    """Check the exact count of a letter, case-sensitive."""
+    """Check that a letter occurs exactly N times; upper and lower case are different letters."""
     return text.count(letter) == N
 
 
 def paragraph_count(text: str, N: int) -> bool:
-    """Check the exact number of paragraphs, which are separated by `* * *`; none may be empty."""
+    """Check that the text has exactly N paragraphs, separated by `* * *`.
+
+    No paragraph may be empty.
+    """
     paragraphs = text.split("* * *")
     return len(paragraphs) == N and all(map(str.strip, paragraphs))
 
 
 def word_constraint(text: str, N: int, quantifier: Relation) -> bool:
-    """Check the number of words, which are separated by spaces; "around" allows a tenth more or less."""
+    """Check the number of words, which are separated by spaces.
+
+    The quantifier "around" allows a difference of one tenth of N, and of at least 1.
+    """
     return rules.holds(len(text.split()), quantifier, N, slack=max(round(N * 0.1), 1))
 
 
@@ -43,7 +49,7 @@ def paragraphs(text: str, N: int, first_word: str, i: int) -> bool:
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """Check that the text has the marker, with text after it."""
+    """Check that the text has the marker, and more text after the marker."""
     return bool(text.partition(postscript_marker)[2].strip())
 
 
@@ -56,7 +62,7 @@ def bullet_points(text: str, N: int) -> bool:
 
 
 def one_of(text: str, options: list[str]) -> bool:
-    """Check that the text is one of the options, ignoring case and a final period."""
+    """Check that the text is one of the options; case and a final period are ignored."""
     return text.strip().rstrip(".").lower() in {option.strip().rstrip(".").lower() for option in options}
 
 

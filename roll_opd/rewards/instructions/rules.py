@@ -1,8 +1,8 @@
-"""Checks of IFEval's 25 instructions (Zhou et al. 2023, arXiv 2311.07911) by name.
+"""Checks for the 25 instructions of IFEval (Zhou et al. 2023, arXiv 2311.07911), by name.
 
-A check takes the text as its first argument. Its other arguments are the instruction's arguments, which have the same
-names as in the rows. Words and sentences are counted in time linear in the text; languages are detected by langdetect,
-as IFEval's authors do.
+The first argument of a check is the text. The other arguments are those of the instruction, with the names that they
+have in the rows. Words and sentences are counted in time linear in the text. Languages are detected by langdetect, as
+in IFEval.
 """
 
 import json
@@ -22,7 +22,13 @@ _LOADING = threading.Lock()
 
 
 def is_language(text: str, language: str) -> bool:
-    """Return whether `text` is in `language` (ISO 639-1, "zh" for all Chinese scripts); False if undetectable."""
+    """Return whether a text is in a language.
+
+    The result is False if the language of the text cannot be detected.
+
+    Args:
+        language: ISO 639-1 code; "zh" means Chinese in any script.
+    """
     with _LOADING:
         detector_factory.init_factory()
     factory: Any = detector_factory._factory  # set by `init_factory`
@@ -50,21 +56,29 @@ _SHORTENED = frozenset("etc al inc ltd co corp jr sr est dept vol ave".split()) 
 
 
 def count_words(text: str) -> int:
-    r"""Count runs of letters, digits and underscores (`\w+`), as IFEval does; "don't" counts as two words."""
+    r"""Return the number of words, as in IFEval.
+
+    A word is a sequence of letters, digits and underscores (`\w+`), so "don't" counts as two words.
+    """
     return sum(1 for _ in _WORD.finditer(text))
 
 
 def count_capital_words(text: str) -> int:
-    """Count words with only capital letters: "NASA", "COVID-19", "I", "U.S."."""
+    """Return the number of words whose letters are all capital, such as "NASA", "COVID-19", "I" and "U.S."."""
     return sum(token[0].isupper() for token in _TOKEN.finditer(text))
 
 
 def count_sentences(text: str) -> int:
-    """Count sentences, which end at `.`, `!`, `?` or `…` before a space, at `。！？`, or at the end of the text.
+    """Return the number of sentences.
 
-    No sentence ends after a title or initial ("Dr. A. Smith"), "e.g." or the number of a list item. After another
-    abbreviation ("U.S.", "etc."), an ellipsis or a closing quote, no sentence ends if a lower-case letter follows. Line
-    breaks do not end sentences.
+    A sentence ends at `.`, `!`, `?` or `…` before a space, at `。！？`, or at the end of the text. There are two
+    exceptions:
+
+    - No sentence ends after a title or an initial ("Dr. A. Smith"), after "e.g.", or after the number of a list item.
+    - After another abbreviation ("U.S.", "etc."), an ellipsis or a closing quote, no sentence ends if a lower-case
+      letter follows.
+
+    Line breaks do not end sentences.
     """
     return sum(any(map(str.isalnum, sentence)) for sentence in _sentences(text))
 
@@ -109,7 +123,12 @@ _PARAGRAPH = re.compile(r"\s?\*\*\*\s?")
 
 
 def holds(count: int, relation: Relation, wanted: int, slack: int = 0) -> bool:
-    """Return whether a count satisfies a relation to a number; "around" allows a difference of `slack`."""
+    """Return whether a count has the required relation to a number, for example "at least".
+
+    Args:
+        wanted: the number.
+        slack: difference that the relation "around" allows.
+    """
     if relation == "around":
         return abs(count - wanted) <= slack
     return {"less than": count < wanted, "at least": count >= wanted, "at most": count <= wanted}[relation]
@@ -128,7 +147,7 @@ def no_forbidden_words(text: str, forbidden_words: list[str]) -> bool:
 
 
 def count_word(text: str, word: str) -> int:
-    """Count `word` in `text` as a separate word, ignoring case."""
+    """Return how often `word` occurs in the text as a separate word, ignoring case."""
     return len(re.findall(rf"(?<!\w){re.escape(word.lower())}(?!\w)", text.lower()))
 
 
@@ -145,7 +164,10 @@ def number_sentences(text: str, num_sentences: int, relation: Relation) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Check the number of paragraphs, which are separated by `***`; an empty first or last paragraph does not count."""
+    """Check the number of paragraphs, which are separated by `***`.
+
+    The first and the last paragraph may be empty; they then do not count. No other paragraph may be empty.
+    """
     paragraphs = [paragraph.strip() for paragraph in _PARAGRAPH.split(text)]
     return all(paragraphs[1:-1]) and sum(map(bool, paragraphs)) == num_paragraphs
 
@@ -155,7 +177,11 @@ def number_words(text: str, num_words: int, relation: Relation) -> bool:
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Check the first word of a paragraph; paragraphs are separated by two newlines, and empty paragraphs count."""
+    """Check the number of paragraphs, and the first word of one paragraph.
+
+    Paragraphs are separated by two newlines. Empty paragraphs count for the position `nth_paragraph`, but not for
+    `num_paragraphs`.
+    """
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     if not 1 <= nth_paragraph <= len(paragraphs) or not paragraphs[nth_paragraph - 1]:
         return False
@@ -168,7 +194,7 @@ def number_placeholders(text: str, num_placeholders: int) -> bool:
 
 
 def count_placeholders(line: str) -> int:
-    """Count the parts of a line in square brackets, such as [name]."""
+    """Return the number of placeholders in a line: parts in square brackets, such as [name]."""
     count, end = 0, -1
     while (start := line.find("[", end + 1)) >= 0 and (end := line.find("]", start)) >= 0:
         count += 1
@@ -199,7 +225,10 @@ def number_highlighted_sections(text: str, num_highlights: int) -> bool:
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """Check the number of sections, which start with the splitter and a number, such as `SECTION 1`."""
+    """Check that the text has at least `num_sections` sections.
+
+    A section starts with the splitter and a number, such as `SECTION 1`.
+    """
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
 
 
@@ -221,7 +250,10 @@ def _has_title(line: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Check for exactly two different responses, separated by `******`, with nothing before or after."""
+    """Check for exactly two different responses, separated by `******`.
+
+    A separator before the first response or after the second one is allowed, but no other text.
+    """
     responses = [response.strip() for response in text.split("******")]
     given = [response for response in responses if response]
     return all(responses[1:-1]) and len(given) == 2 and given[0] != given[1]

@@ -1,6 +1,6 @@
-r"""Comparison of LaTeX expressions and sets with math-verify and SymPy, for `equality`.
+r"""Comparison of LaTeX expressions and sets with math-verify and SymPy, for module `equality`.
 
-This module does not limit the run time; `processes` runs it with a time limit.
+This module does not limit the run time. Module `processes` runs it with a time limit.
 """
 
 import re
@@ -54,7 +54,10 @@ def same_expression(gold: str, answer: str) -> bool:
 
 
 def same_set(gold: str, answer: str) -> bool:
-    """Return whether two sets of numbers (intervals, inequalities, unions) are equal."""
+    """Return whether two sets of numbers are equal.
+
+    A set is an interval, an inequality or a union of these.
+    """
     golds, answers = _set(gold), _set(answer)
     if golds is None or answers is None:
         return same_expression(gold, answer)
@@ -67,9 +70,13 @@ def same_set(gold: str, answer: str) -> bool:
 
 
 def contradict(value: str, rounding: str) -> bool:
-    """Return whether `value` is a real number that gives `rounding` neither by rounding nor by truncation.
+    """Return whether a decimal contradicts a value.
 
-    `rounding` is a decimal.
+    `rounding` contradicts `value` if it is neither a rounding nor a truncation of it. The result is False if `value` is
+    not a finite real number.
+
+    Args:
+        rounding: a decimal.
     """
     number = _read(value)
     if number.free_symbols or not _is_expression(number):
@@ -100,7 +107,10 @@ def _read(text: str) -> Basic | MatrixBase:
 
 
 def _apart(gold: Basic, answer: Basic) -> bool | None:
-    """Return whether two numbers differ; None if one is not a number or they are too close."""
+    """Return whether two numbers differ.
+
+    The result is None if one of them is not a number, or if they are too close to decide.
+    """
     if gold.free_symbols or answer.free_symbols:
         return None
     exact = gold.doit(), answer.doit()
@@ -120,7 +130,7 @@ def _is_expression(value: Basic | MatrixBase) -> bool:
 
 
 def _set(text: str) -> Set | None:
-    """Parse a set of real numbers; None if the text is not such a set."""
+    """Parse a set of real numbers; return None for other text."""
     text = text.strip()
     for separator, combine in (
         (_CUP, Union),

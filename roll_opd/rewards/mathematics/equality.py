@@ -1,6 +1,6 @@
-r"""Equality of two answers by form: words, choices, times, ratios, lists, sets, points, intervals.
+r"""Equality of two answers by their form: words, choices, times, ratios, lists, sets, points and intervals.
 
-`Algebra` compares the remaining single expressions and sets of numbers; docs/rewards/math_rule.md has the rules.
+Single expressions and sets of numbers are compared by an `Algebra`. docs/rewards/math_rule.md has the rules.
 """
 
 import re
@@ -47,7 +47,7 @@ _NOT_WORDS = re.compile(r"[^A-Za-z0-9 ,.'?-]|^\d|(?<![A-Za-z])(?:sin|cos|tan|log
 
 
 class Algebra(Protocol):
-    """Interface of a computer algebra system for LaTeX texts."""
+    """Interface of a computer algebra system that compares LaTeX texts."""
 
     def same_expression(self, gold: str, answer: str) -> bool: ...
 
@@ -57,14 +57,20 @@ class Algebra(Protocol):
 
 
 def number_in(text: str) -> Fraction | None:
-    """Parse the number in an answer, which may have a unit, thousands separators or a percent sign."""
+    """Return the number in an answer; None if the answer is not a number.
+
+    The answer may have a unit, thousands separators or a percent sign.
+    """
     if len(text) > MAX_EXPRESSION:
         return None
     return as_number(split_unit(plain(text))[0].rstrip("%"))
 
 
 def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:
-    """Return whether `answer` equals `gold`; each may use any notation."""
+    """Return whether two answers are equal.
+
+    Both answers may use any notation.
+    """
     gold, answer = plain(gold), plain(answer)
     if not gold or not answer:
         return False
@@ -115,7 +121,7 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_members(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether two lists have the same members, ignoring order and repetition."""
+    """Return whether two lists have the same members; order and repetition are ignored."""
     same = [[_same_single(gold, answer, algebra) for answer in answers] for gold in golds]
     return all(map(any, same)) and all(map(any, zip(*same, strict=True)))
 
@@ -178,8 +184,10 @@ def _same_value(gold: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether two ratios are equal: 3:4 equals 6:8. If only one of the two is written as a ratio, 3:4 equals
-    3/4."""
+    """Return whether two ratios are equal; for example, 3:4 equals 6:8.
+
+    If only one of the two answers is written as a ratio, it is compared as a quotient: 3:4 equals 3/4.
+    """
     if len(golds) != len(answers):
         quotients = [f"\\frac{{{side[0]}}}{{{side[1]}}}" if len(side) == 2 else side[0] for side in (golds, answers)]
         return max(len(golds), len(answers)) == 2 and _same_value(exact(quotients[0]), exact(quotients[1]), algebra)
@@ -193,8 +201,8 @@ def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
     """Return both answers without a prefix such as "x =" or "x in".
 
-    The prefix is removed if only one answer has a prefix, if both answers have the same one, or if both define a
-    function.
+    A prefix is removed in three cases: only one answer has a prefix, both answers have the same prefix, or both answers
+    define a function.
     """
     golds, answers = split_outside(gold, _EQUALS), split_outside(answer, _EQUALS)
     if len(golds) > 1 and len(answers) > 1:
@@ -212,11 +220,15 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _agree(sides: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether no two sides of "a ≈ b ≈ c" contradict each other, so that lists of guesses are rejected.
+    """Return whether the sides of "a ≈ b ≈ c" agree: no two of them contradict each other.
 
-    If one of two sides is a decimal, it must be a rounding or a truncation of the other side. If neither side is a
-    decimal, the two sides must be equal. However, they need not be equal if the text has no other sides and one of the
-    two contains a letter. A name matches any value.
+    A list of guesses is therefore rejected. For each pair of sides:
+
+    - If one of the two is a decimal, it must be a rounding or a truncation of the other one.
+    - If neither is a decimal, they must be equal. This is not checked if the text has only these two sides and one of
+      them contains a letter.
+
+    A side that is only a name, such as x, agrees with every value.
     """
     texts = [split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides]
     texts = [text for text in texts if text and not (NAME.fullmatch(text) and text != "\\pi")]
@@ -245,7 +257,13 @@ def _scale(decimal: re.Match[str]) -> Fraction:
 
 
 def _contradict(text: str, rounding: str, algebra: Algebra) -> bool:
-    """Return whether `text` is a number that gives the decimal `rounding` neither by rounding nor by truncation."""
+    """Return whether a decimal contradicts a value.
+
+    `rounding` contradicts the value in `text` if it is neither a rounding nor a truncation of it.
+
+    Args:
+        rounding: a decimal, which may have a power of ten or a percent sign.
+    """
     decimal = _DECIMAL.fullmatch(rounding)
     assert decimal
     scale = _scale(decimal)
@@ -264,7 +282,7 @@ def _without_percent(text: str) -> str:
 
 
 def _values(sides: Sequence[str]) -> list[str]:
-    """Return the sides of "a ≈ b" that are numeric, or all sides if no side is numeric."""
+    """Return the numeric sides of "a ≈ b"; if no side is numeric, return all sides."""
     texts = {side.strip(): split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides}
     found = [
         side
@@ -282,7 +300,7 @@ def _value(sides: Sequence[str]) -> str:
 
 
 def _is_of_sets(text: str) -> bool:
-    """Return whether the text is a union, an intersection or a difference of sets."""
+    """Return whether a text is a union, an intersection or a difference of sets."""
     return len(split_outside(text, _OF_SETS)) > 1
 
 
@@ -291,7 +309,7 @@ def _in_braces(text: str) -> bool:
 
 
 def _is_set(members: Sequence[str]) -> bool:
-    """Return whether all members are intervals, inequalities or their unions."""
+    """Return whether all members are sets of numbers, such as intervals, inequalities or unions of these."""
     return all(
         _is_of_sets(part)
         or _RELATION.search(part)
@@ -305,7 +323,8 @@ def _is_set(members: Sequence[str]) -> bool:
 def _as_one_set(members: Sequence[str], text: str) -> str:
     """Join members into one set.
 
-    Inequalities are intersected unless the text has the word "or". All other members form a union.
+    If all members are inequalities, the set is their intersection, unless the text has the word "or". In all other
+    cases, the set is the union of the members.
     """
     together = all(map(_RELATION.search, members)) and not re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text)
     return ("\\cap " if together else "\\cup ").join(exact(member) for member in members)

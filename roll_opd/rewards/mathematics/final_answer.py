@@ -1,8 +1,11 @@
 r"""Extraction of the final answer from a mathematical text.
 
-Only text after `</think>` is searched. The first of these that exists is taken: the last `\boxed{...}` (boxes joined by
-"and", "or" or a comma are one list); the text after the last `####`, `<answer>` or "the answer is"; the last formula,
-if no number follows it; the last number (or the last line, if the answer is not numeric).
+Only text after `</think>` is searched. The final answer is the first of these that the text has:
+
+- the last `\boxed{...}`; boxes joined by "and", "or" or a comma are one list
+- the text after the last `####`, `<answer>` or "the answer is"
+- the last formula, if no number follows it
+- the last number, or the last line if the answer is not numeric
 
 Every pattern takes time linear in the text.
 """
@@ -44,9 +47,10 @@ _END = re.compile(r"</?\w|<\||\n|\.\s+[A-Z]|\.?\**\s*$|,?\s+(?:because|since|as|
 
 
 def final_answer(text: str, numeric: bool = True) -> str | None:
-    """Return the final answer of `text`, or None if the text has no answer.
+    """Return the final answer of a text; None if the text has no answer.
 
-    Set `numeric` if the answer is known to be a number.
+    Args:
+        numeric: whether the answer is known to be a number.
     """
     text = text[-MAX_TEXT:]
     _, thought, text = text.rpartition("</think>")
@@ -62,9 +66,10 @@ def final_answer(text: str, numeric: bool = True) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """Return the content of the last box.
+    """Return the content of the last box; None if the last box is not closed.
 
-    If the boxes before it belong to the same list ("and", "or" or a comma joins them), their contents are included.
+    Boxes before it belong to the same list if they are joined to it by "and", "or" or a comma. Their content is
+    returned too, separated by commas.
     """
     inside: list[str] = []
     following = len(text)  # start of the next box
@@ -78,7 +83,7 @@ def boxed(text: str) -> str | None:
 
 
 def _end_of_group(text: str, begin: int) -> int | None:
-    """Return the end of the brace group or word at `begin`; None if the braces stay open."""
+    """Return the end of the brace group or of the word at position `begin`; None if a brace is not closed."""
     if begin >= len(text):
         return None
     if text[begin] != "{":

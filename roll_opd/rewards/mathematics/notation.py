@@ -1,8 +1,10 @@
-"""Normalisation of mathematical notation (LaTeX synonyms, Unicode symbols, numbers), and parsers of structured answers.
+"""Normalisation of mathematical notation, and parsers of answers with several values.
 
-Decimals become exact fractions, so that no floats are compared: 0.333 is not 1/3. Matching a pattern takes time linear
-in the text, which has at most `MAX_EXPRESSION` characters. The parsers return the members of a list, the coordinates of
-a point, or the values of named variables.
+LaTeX synonyms, Unicode symbols and numbers are normalised. Decimals become exact fractions, so no floats are compared:
+0.333 is not 1/3. The parsers return the members of a list, the coordinates of a point, or the values of named
+variables.
+
+Matching a pattern takes time linear in the text. The text has at most `MAX_EXPRESSION` characters.
 """
 
 import re
@@ -113,7 +115,10 @@ _MILLIONS = re.compile(rf"(?<=[\d}}])\s*({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])
 
 
 def plain(text: str) -> str:
-    """Normalise a text: its spaces, synonyms, thousands separators, and the signs that enclose the text."""
+    """Return a text with normalised spaces, symbols and numbers.
+
+    Synonyms are replaced. Thousands separators, and signs that enclose the text, are removed.
+    """
     if _BARE.fullmatch(text):  # fast path for most answers
         return text
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
@@ -135,7 +140,7 @@ def plain(text: str) -> str:
 
 
 def exact(text: str) -> str:
-    """Convert decimals, mixed and repeating numbers of a normalised text to LaTeX fractions."""
+    """Replace decimals, mixed numbers and repeating decimals of a normalised text by LaTeX fractions."""
     text = _REPEATING.sub(lambda found: _latex(_repeating(*found.groups())), text)
     text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
     text = _MIXED.sub(_mixed, text)
@@ -143,7 +148,7 @@ def exact(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Return a text without the dollars, stars and braces that enclose it, and without its trailing punctuation."""
+    """Return a text without enclosing dollar signs, asterisks and braces, and without punctuation at its end."""
     for _ in range(4):
         text = text.strip().strip("*").rstrip(".;:,").lstrip(":=").strip()
         if text.endswith("\\"):
@@ -197,7 +202,10 @@ NAME = re.compile(
 
 
 def assigned(members: Sequence[str]) -> dict[str, str] | None:
-    """Parse "x=1, y=2" to name -> value, sorted by name; None for other texts and for x_1=1, x_2=2."""
+    """Parse "x=1, y=2" to a map from name to value, sorted by name.
+
+    The result is None for other texts. It is also None for several values of one variable, such as x_1=1, x_2=2.
+    """
     if len(members) == 1 and len(members[0].split("=")) == 2:  # (x,y) = (1,2)
         names, values = (point_of([side.strip()]) or [] for side in members[0].split("="))
         if len(names) == len(values) and all(map(NAME.fullmatch, names)):
@@ -213,7 +221,10 @@ def assigned(members: Sequence[str]) -> dict[str, str] | None:
 
 
 def members_of(text: str) -> list[str]:
-    r"""Return the members of a list, of a set in braces or of "a +- b"; otherwise the text as the only member."""
+    r"""Return the members of a list, of a set in braces, or of "a +- b".
+
+    For other texts, the only member is the text itself.
+    """
     text = text.strip()
     inside = brackets_inside(text)
     while inside is not None and text.startswith("(") and len(split_outside(inside, _COMMA)) == 1:
@@ -237,7 +248,10 @@ def _both_signs(text: str) -> list[str]:
 
 
 def point_of(members: Sequence[str]) -> list[str] | None:
-    """Return the coordinates of a single point such as (1, 2) or [0, 1); None for other texts."""
+    """Return the coordinates of a point such as (1, 2) or [0, 1).
+
+    The result is None if there is more than one member, or if the only member is not a point.
+    """
     if len(members) != 1:
         return None
     inside = brackets_inside(members[0].strip())
@@ -248,7 +262,10 @@ def point_of(members: Sequence[str]) -> list[str] | None:
 
 
 def brackets_inside(text: str) -> str | None:
-    """Return the content of the brackets, of any kind, that enclose the whole text; None without such brackets."""
+    """Return the content of the brackets that enclose the whole text; None if there are no such brackets.
+
+    Brackets of any kind count.
+    """
     opening = "\\{" if text.startswith("\\{") else text[:1]
     if opening not in ("(", "[", "\\{", "{"):
         return None
@@ -271,7 +288,7 @@ def _step(bracket: str) -> int:
 
 
 def split_outside(text: str, separator: "re.Pattern[str]") -> list[str]:
-    """Split a text at separators outside of brackets."""
+    """Split a text at the separators that are not inside brackets."""
     parts, depth, at = [], 0, 0
     pattern = re.compile(f"(?P<bracket>{_BRACKET.pattern})|(?P<cut>{separator.pattern})")
     for token in pattern.finditer(text):
@@ -291,7 +308,7 @@ _RATIONAL = re.compile(
 
 
 def as_number(text: str) -> Fraction | None:
-    """Parse an integer, a decimal or a quotient of two of these to its exact value; None for other text."""
+    """Return the exact value of an integer, a decimal or a quotient of two of these; None for other text."""
     match = _RATIONAL.fullmatch(text.strip())
     if match is None:
         return None

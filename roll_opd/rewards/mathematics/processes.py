@@ -1,10 +1,11 @@
-r"""Process pool for `algebra` with a hard CPU-time limit per question.
+r"""Process pool for module `algebra`, with a hard CPU-time limit per question.
 
-math-verify limits its time with signals, which work in the main thread only and cannot interrupt one long integer
-operation; `\boxed{9^{9^9}}` then hangs a run. Here a process that exceeds the limit is killed and replaced. The limit
-is CPU time, so that a verdict does not depend on the machine's load. Up to `PROCESSES` processes start on first use. A
-process ends when its input closes, which happens at the end of the parent process. If the process is busy, an alarm
-ends it.
+math-verify limits its time with signals. They work in the main thread only, and they cannot interrupt one long integer
+operation, so `\boxed{9^{9^9}}` would hang a run. Here a process that exceeds the limit is killed and replaced. The
+limit is CPU time, so that a verdict does not depend on the load of the machine.
+
+The first question starts a process, and up to `PROCESSES` processes run. A process ends when its input closes, at the
+latest at the end of the parent process. If it is busy at that time, an alarm ends it.
 """
 
 import json
@@ -36,21 +37,22 @@ Question = Literal["same_expression", "same_set", "contradict"]
 
 
 class TimedOut(Exception):
-    """The question exceeded its CPU time."""
+    """The questions about a pair of answers took more than their CPU time."""
 
 
 class Crashed(Exception):
-    """The question crashed two processes."""
+    """The question made two processes crash, one after the other."""
 
 
 class Busy(Exception):
-    """No process became free within PATIENCE."""
+    """No process became free within `PATIENCE` seconds."""
 
 
 class TimedAlgebra:
     """Implementation of `equality.Algebra` for one pair of answers.
 
-    All questions about the pair together have `seconds` of CPU time.
+    Args:
+        seconds: CPU seconds for all questions about the pair together.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -74,7 +76,10 @@ class TimedAlgebra:
 
 
 class _Process:
-    """Process that computes one question at a time; raises `RewardError` if math-verify cannot be started."""
+    """A process that answers one question at a time.
+
+    Raises `RewardError` if math-verify cannot be started.
+    """
 
     def __init__(self) -> None:
         paths = [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
@@ -92,9 +97,13 @@ class _Process:
             )
 
     def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[str | None, float]:
-        """Return (reply, CPU seconds); the reply is empty if the process died, None if it was killed after a timeout.
+        """Return (reply, CPU seconds).
 
-        `question` is the name of the function of `algebra` that compares the two answers.
+        The reply is empty if the process died. It is None if the process was killed because it exceeded its time.
+
+        Args:
+            question: name of the function of `algebra` that compares the two answers.
+            seconds: limit on the CPU time.
         """
         assert self.process.stdin is not None
         before = self._processor_seconds()
@@ -132,7 +141,7 @@ class _Process:
 
 
 class AlgebraPool:
-    """Thread-safe pool of up to `processes` algebra processes."""
+    """Thread-safe pool of at most `processes` processes."""
 
     def __init__(self, processes: int = PROCESSES) -> None:
         self._free: queue.LifoQueue[_Process | RewardError] = queue.LifoQueue()
@@ -141,7 +150,7 @@ class AlgebraPool:
         self._tried = threading.Event()  # the first process has started or failed
 
     def start(self) -> None:
-        """Start a process in the background unless the pool is full."""
+        """Start a process in the background; do nothing if the pool is full."""
         with self._lock:
             if self._room == 0:
                 return
@@ -151,7 +160,7 @@ class AlgebraPool:
     def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[bool, float]:
         """Return (reply, CPU seconds).
 
-        Raises `TimedOut`, `Crashed`, `Busy`, or `RewardError` if math-verify cannot be started.
+        Raises `TimedOut`, `Crashed` or `Busy` if there is no reply, and `RewardError` if math-verify cannot be started.
         """
         if not self._tried.is_set():
             if self._room == self._processes:
@@ -195,7 +204,7 @@ class AlgebraPool:
 
 
 def _serve() -> None:
-    """Main loop of a process: read a question, print `true` or `false`."""
+    """Answer questions in a process of the pool: read a question from stdin, print `true` or `false`."""
     import resource
     import signal
 

@@ -1,7 +1,7 @@
-"""Units of answers: "12 cm", "5 miles per hour", "\\$18", "72 clips".
+r"""Units of answers, such as "12 cm", "5 miles per hour", "\$18" and "72 clips".
 
-An answer without a unit gets the unit of the other answer, because the question usually names the unit. Units of the
-same dimension are converted (3 m = 300 cm); unknown unit words must be equal.
+The question usually names the unit. An answer without a unit therefore gets the unit of the other answer. Units of the
+same dimension are converted: 3 m = 300 cm. Unknown words for units must be equal.
 """
 
 import re
@@ -76,7 +76,7 @@ class PhysicalUnit:
     """A physical unit.
 
     `kinds` has pairs of a dimension and its exponent, such as ("length", 2) for an area. It is None if the words of the
-    unit are unknown. `size` is the size of the unit in base units.
+    unit are unknown. `size` is the unit's size in base units.
     """
 
     words: frozenset[str]
@@ -85,7 +85,7 @@ class PhysicalUnit:
 
 
 def split_unit(text: str) -> tuple[str, PhysicalUnit | None]:
-    """Return the value and the unit of an answer; the unit is None if it is missing or meaningless."""
+    """Return (value, unit) of an answer; the unit is None if it is missing or has no meaning."""
     prefix = _PREFIX.match(text)
     if prefix:  # "$3 per hour" is "3 $ per hour"
         value = prefix[1] + text[prefix.end() :]
@@ -104,7 +104,13 @@ def split_unit(text: str) -> tuple[str, PhysicalUnit | None]:
 
 
 def _can_have(value: str, written: str, unit: PhysicalUnit, apart: bool) -> bool:
-    """Return whether the text `written` after a value is the value's unit instead of the rest of a formula."""
+    """Return whether the text after a value is the unit of the value, and not the rest of a formula.
+
+    Args:
+        written: the text after the value.
+        unit: the text, parsed as a unit.
+        apart: whether a space or a closing bracket separates the text from the number.
+    """
     if written.startswith(("$", "\\$", "€", "£")):
         return True
     if written.startswith("^\\circ"):
@@ -117,7 +123,10 @@ def _can_have(value: str, written: str, unit: PhysicalUnit, apart: bool) -> bool
 
 
 def conversion(one: PhysicalUnit | None, other: PhysicalUnit | None) -> Fraction | None:
-    """Return the factor from unit `one` to unit `other`; None if they are incompatible."""
+    """Return the factor that converts unit `one` to unit `other`.
+
+    The result is None if the units are incompatible, and 1 if one of them is missing.
+    """
     if one is None or other is None:
         return Fraction(1)
     if one.kinds is not None and other.kinds is not None:
@@ -126,7 +135,7 @@ def conversion(one: PhysicalUnit | None, other: PhysicalUnit | None) -> Fraction
 
 
 def _unit(text: str) -> PhysicalUnit | None:
-    """Parse a unit; None if the text is part of a formula."""
+    """Parse a unit; return None if the text is part of a formula."""
     text = re.sub(r"\\frac\{(.*?)\}\{(.*?)\}", r"\1/\2", text).replace("\\circ", "degree").replace("^{", "^")
     text = re.sub(r"\^degree", "degree ", text.replace("}", "").replace(".", ""))
     powers: Counter[tuple[str, int]] = Counter()

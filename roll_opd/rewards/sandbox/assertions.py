@@ -1,10 +1,14 @@
 """Split assertion code into calls for the sandbox and expected values, which the program never sees.
 
-`assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside for the comparison. This works for
-comparisons with a literal anywhere in the code: in a `test_` or `check` function, in a loop, or joined by `and`. Other
-assertions are evaluated inside the sandbox, in the program's process. Because the sandbox reports only whether such an
-assertion holds, each of these assertions must be executed. `check_of_call` splits test cases of APPS, TACO and
-LiveCodeBench in the same way; these test cases call a function, or a method of the class `Solution`.
+For example, `assert f(1) == [2]` becomes `_seen(0, f(1))`, which runs in the sandbox. The literal `[2]` stays outside
+and is compared there. This works for comparisons with a literal anywhere in the code: in a `test_` or `check` function,
+in a loop, or joined by `and`.
+
+Other assertions are evaluated in the sandbox, in the process of the program. The sandbox reports only whether such an
+assertion holds, so each of them must be executed.
+
+`check_of_call` splits test cases of APPS, TACO and LiveCodeBench in the same way. These test cases call a function, or
+a method of the class `Solution`.
 """
 
 import ast
@@ -54,7 +58,7 @@ _MIRROR: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 @dataclass(frozen=True)
 class Expectation:
-    """Comparison made outside of the sandbox."""
+    """A comparison that is made outside the sandbox."""
 
     compare: Compare
     literal: Any
@@ -70,17 +74,17 @@ class Expectation:
 
 @dataclass(frozen=True)
 class HiddenCheck:
-    """Code that runs after the program, and the values that it is expected to produce."""
+    """Code that runs after the program, and the values that the code should produce."""
 
     code: str
     expected: tuple[Expectation, ...]
     called: frozenset[str] = frozenset()  # names of functions and classes in the test
 
     def passes(self, seen: Any, tolerance: float = TOLERANCE) -> bool:
-        """Return whether `seen` meets the expectations.
+        """Return whether recorded values meet the expectations.
 
-        `seen` should be a list of pairs (number of an expectation, value). It comes from the program and is not
-        trusted.
+        Args:
+            seen: a list of pairs (number of an expectation, value). It comes from the program and is not trusted.
         """
         reached = set()
         for pair in seen if isinstance(seen, list) else ():
@@ -96,14 +100,17 @@ class HiddenCheck:
 
 
 def hide_expected(code: str) -> HiddenCheck:
-    """Split assertion code into code for the sandbox and expected values; raises SyntaxError."""
+    """Split assertion code into code for the sandbox and expected values.
+
+    Raises SyntaxError if the code is not Python.
+    """
     hider = _Hider()
     tree = ast.fix_missing_locations(hider.visit(ast.parse(code)))
     return HiddenCheck(ast.unparse(tree), tuple(hider.expected), frozenset(_names_of_the_program(tree)))
 
 
 def _names_of_the_program(tree: ast.AST) -> set[str]:
-    """Return the names that code reads but does not define."""
+    """Return the names that the code reads but does not define."""
     nodes = list(ast.walk(tree))
     made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -112,9 +119,10 @@ def _names_of_the_program(tree: ast.AST) -> set[str]:
 
 
 def _has_members(node: ast.expr) -> bool:
-    """Return whether an iterable certainly has a member.
+    """Return whether an iterable has at least one member for certain.
 
-    This is known for a literal and for a range of literals, also inside enumerate, zip, reversed or sorted.
+    The members are known for a literal and for a range of literals. They are also known if one of these is an argument
+    of enumerate, zip, reversed or sorted.
     """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in ("enumerate", "zip", "reversed", "sorted"):
@@ -186,9 +194,12 @@ class _Hider(ast.NodeTransformer):
 
 
 def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> HiddenCheck:
-    """Return the check of one call. Raises ValueError.
+    """Return the check of one call; raise ValueError if a value cannot be written as code.
 
-    If `wrapped` is set, the row's `answer` may be a one-item list that contains the expected value.
+    Args:
+        name: name of the function or of the method.
+        answer: the expected value.
+        wrapped: whether `answer` may be a one-item list that contains the expected value.
     """
     wanted = plain(answer)
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
@@ -204,13 +215,16 @@ def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: boo
 def is_wrapped(answers: Sequence[Any]) -> bool:
     """Return whether every answer of a row is a one-item list, as in APPS.
 
-    If the answers were lists by nature, they would usually differ in length.
+    If the expected values themselves were lists, their lengths would usually differ.
     """
     return all(isinstance(answer, tuple | list) and len(answer) == 1 for answer in answers)
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: tuples to lists, keys to strings. Raises ValueError."""
+    """Convert a value to JSON types; raise ValueError if that is not possible.
+
+    Tuples become lists, and keys become strings.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

@@ -1,8 +1,8 @@
 """Limits of a sandbox, and the bubblewrap command that starts its supervisor in new namespaces.
 
-The root directory of the sandbox contains the files of the interpreter (of site-packages only the allowed packages) and
-the libraries of the system. These files are read-only. It also contains a work directory in memory. No other files of
-the machine are visible (https://github.com/containers/bubblewrap).
+The root directory of the sandbox contains the files of the interpreter and the libraries of the system. Of
+site-packages, it contains only the allowed packages. All these files are read-only. The work directory is in memory. No
+other files of the machine are visible (https://github.com/containers/bubblewrap).
 """
 
 import os
@@ -22,12 +22,18 @@ MEBI = 1 << 20
 
 
 class SandboxError(RewardError):
-    """A sandbox could not be started or has broken down; the text states a remedy."""
+    """A sandbox could not be started, or it has broken down.
+
+    The message states a remedy.
+    """
 
 
 @dataclass(frozen=True)
 class CaseLimits:
-    """Limits of one test case, enforced inside the sandbox; `wall_seconds` is also enforced from outside."""
+    """Limits of one test case.
+
+    They are enforced inside the sandbox. `wall_seconds` is enforced from outside as well.
+    """
 
     cpu_seconds: int = 5  # limit for all processes together
     wall_seconds: float = 10.0  # waiting for a CPU does not count
@@ -74,9 +80,12 @@ PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", 
 
 
 def isolated_command(limits: CaseLimits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
-    """Return the command that starts a supervisor in a sandbox. Raises `SandboxError` if bubblewrap is not installed.
+    """Return the command that starts a supervisor in a sandbox.
 
-    `packages` are the files and directories that programs may import in addition to the standard library.
+    Raises `SandboxError` if bubblewrap is not installed.
+
+    Args:
+        packages: files and directories that programs may import in addition to the standard library.
     """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
@@ -108,13 +117,17 @@ def isolated_command(limits: CaseLimits, packages: Sequence[Path], seccomp_fd: i
 
 
 def bare_command(directory: str, packages: Sequence[Path]) -> list[str]:
-    """Return the command of a supervisor without isolation, with work directory `directory`."""
+    """Return the command that starts a supervisor without isolation.
+
+    Args:
+        directory: the work directory.
+    """
     folders = dict.fromkeys(str(path.parent) for path in packages)
     return [sys.executable, *FLAGS, "-c", START, str(INSIDE.parent), directory, *folders]
 
 
 def _masked_proc() -> Iterator[str]:
-    """Yield options that hide the machine-wide files of /proc.
+    """Yield bubblewrap options that hide the files of /proc about the whole machine.
 
     If the worker runs as root, /proc treats the user of the sandbox as root too, although this user has no
     capabilities. Therefore the files that only root may read are masked.
@@ -130,7 +143,7 @@ def _masked_proc() -> Iterator[str]:
 
 
 def _root() -> Iterator[str]:
-    """Yield options that bind the interpreter's files below /python."""
+    """Yield bubblewrap options that bind the files of the interpreter below /python."""
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     yield from ("--ro-bind", "/usr/lib", "/usr/lib")
@@ -157,8 +170,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def files_of_packages(names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the files and directories in site-packages of `packages` (pip names) and of their requirements. Raises
-    `RewardError` for a missing package.
+    """Return the files and directories in site-packages of packages and of their requirements.
+
+    Raises `RewardError` if a package is not installed.
+
+    Args:
+        names: pip names of the packages.
     """
     found: dict[str, Path] = {}
     seen: set[str] = set()

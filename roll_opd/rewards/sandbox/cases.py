@@ -1,4 +1,4 @@
-"""Parse the test cases of a row from the formats of ROLL, APPS, TACO and LiveCodeBench."""
+"""Parse the test cases of a row, in the formats of ROLL, APPS, TACO and LiveCodeBench."""
 
 import ast
 import json
@@ -16,12 +16,15 @@ _RESPONSE = "{response}"  # placeholder in the code of a case about text
 
 
 class BadCases(ValueError):
-    """The row's test cases cannot be used; the text states why."""
+    """The test cases of a row cannot be used; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the program, with either its input and expected output, or a check that runs after it."""
+    """One run of the program.
+
+    A case has an input and the expected output, or a check that runs after the program.
+    """
 
     stdin: str = ""
     expected_stdout: str | None = None  # None: the program must only exit without an error
@@ -34,9 +37,10 @@ class Case:
 
 
 def read_cases(row: Mapping[str, Any], response: str = "") -> tuple[Case, ...]:
-    """Parse a row's `test_cases` or APPS's `input_output`; raises `BadCases`.
+    """Parse the test cases of a row; raise `BadCases` if they cannot be used.
 
-    The value is a list or a mapping, or the JSON text of a list or a mapping.
+    They are in `test_cases`, or in `input_output` of APPS. The value is a list or a mapping, or JSON text of one of
+    these.
     """
     written = row.get("test_cases")
     if written is None:
@@ -64,12 +68,12 @@ def needs_program(cases: Sequence[Case]) -> bool:
 
 
 def called_by(cases: Sequence[Case]) -> frozenset[str]:
-    """Return the names of functions and classes in the checks of `cases`."""
+    """Return the names of the functions and classes that the checks of the cases call."""
     return frozenset().union(*(case.check.called for case in cases if case.check))
 
 
 def _function(row: Mapping[str, Any]) -> str:
-    """Return the name of the function that the cases call; "" if they run the whole program."""
+    """Return the name of the function that the cases call; "" if the cases run the whole program."""
     name = row.get("fn_name") or row.get("test_case_function")
     if name in (None, "", "None"):
         return ""
@@ -158,9 +162,9 @@ def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> Hidden
 
 
 def _uncalled_test(tree: ast.Module) -> str | None:
-    """Return the name of a test class or coroutine that is never run, else None.
+    """Return the name of a test class or of a test coroutine that nothing calls; None if there is none.
 
-    Any program would pass such a test.
+    Every program would pass such a test.
     """
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:

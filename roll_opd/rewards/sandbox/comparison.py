@@ -1,9 +1,12 @@
-"""Compare outputs and returned values with the expected values; numbers with a fraction may differ by a tolerance.
+"""Compare outputs and returned values with the expected values.
 
-A number is right within `tolerance * max(1, |expected|)`, as in programming contests. Integers of any length are
-compared digit by digit. If an integer is expected and the number has a fraction, the number is right within
-`tolerance`. Returned values are untrusted: `read_report` decodes them from the form that the supervisor's `plain`
-wrote.
+Numbers with a fraction may differ by a tolerance:
+
+- A number is right within `tolerance * max(1, |expected|)`, as in programming contests.
+- If the expected number is an integer and the other one has a fraction, the number is right within `tolerance`.
+- Two integers of any length are compared digit by digit.
+
+Returned values are untrusted. The function `plain` in the sandbox encodes them, and `read_value` decodes them.
 """
 
 import json
@@ -25,9 +28,10 @@ _INSIDE = re.compile(
 
 
 def same_output(output: bytes, expected: str, tolerance: float = TOLERANCE) -> bool:
-    """Return whether the output has the same words as the expected lines, with numbers equal or within tolerance.
+    """Return whether the output has the expected lines with the same words.
 
-    Spaces around and between words and empty lines at both ends do not count.
+    Numbers in the words may differ by the tolerance. Spaces around and between words do not count, and neither do empty
+    lines at the start and the end.
     """
     lines = output.decode("utf-8", "replace").strip().split("\n")
     wanted = expected.strip().split("\n")
@@ -37,9 +41,10 @@ def same_output(output: bytes, expected: str, tolerance: float = TOLERANCE) -> b
 
 
 def same_value(value: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
-    """Return whether a value equals the expected value, within tolerance if one of the two has a fraction.
+    """Return whether a value equals the expected value.
 
-    Recurses into lists, tuples and the values of mappings; sets and keys are compared exactly.
+    If one of two numbers has a fraction, they may differ by the tolerance. Lists, tuples and the values of mappings are
+    compared member by member. Sets and keys are compared exactly.
     """
     if _is_number(value) and _is_number(wanted):
         if value == wanted:
@@ -82,7 +87,7 @@ def _same_line(line: str, wanted: str, tolerance: float) -> bool:
 
 
 def _same_word(word: str, wanted: str, tolerance: float) -> bool:
-    """Return whether two words agree.
+    """Return whether two words are equal, with numbers within the tolerance.
 
     Trailing zeros of a fraction are ignored. Leading zeros of an integer are compared, because the integer may be a
     code such as 007.
@@ -127,11 +132,11 @@ MAX_DIGITS = 1000  # maximum digits of a fraction's terms
 
 
 class Unreadable(ValueError):
-    """A report or a value in it is malformed."""
+    """A report or a value in a report is malformed."""
 
 
 def read_report(report: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a report; return {} if the report is malformed."""
+    """Parse a report, which is a JSON object; return {} if it is malformed."""
     try:
         found = json.loads(report, parse_int=_key)
     except (ValueError, RecursionError):
@@ -140,9 +145,9 @@ def read_report(report: bytes) -> dict[str, Any]:
 
 
 def _key(digits: str) -> int:
-    """Parse the number of an expectation. It is the only kind of integer in a JSON report.
+    """Parse an integer in a report, which must be the number of an expectation.
 
-    Long integers are rejected, because parsing them is slow.
+    A JSON report has no other integers. Long integers are rejected, because parsing them is slow.
     """
     if len(digits) > 9:
         raise Unreadable
@@ -150,7 +155,7 @@ def _key(digits: str) -> int:
 
 
 def read_value(written: Any) -> Any:
-    """Decode a value that the program's process wrote; raises `Unreadable`."""
+    """Decode a value that the process of the program wrote; raise `Unreadable` if it is malformed."""
     if written is None or isinstance(written, bool):
         return written
     try:

@@ -1,4 +1,7 @@
-"""Pool of pre-started sandboxes, each for one program, and `grade`, which grades a test case by its outcome."""
+"""Pool of sandboxes that are started in advance, and the grading of test cases.
+
+Each sandbox is used for one program. `grade` grades a test case by its outcome.
+"""
 
 import queue
 import threading
@@ -27,7 +30,11 @@ _XCPU, _KILL = -24, -9
 
 
 def grade(case: Case, outcome: CaseOutcome, tolerance: float = TOLERANCE) -> str:
-    """Return the result of a case, such as `PASSED`. Numbers with a fraction may differ by `tolerance`."""
+    """Return the result of a case, such as `PASSED`.
+
+    Args:
+        tolerance: allowed difference of numbers with a fraction.
+    """
     if outcome.exit_code is None:
         return outcome.ended if outcome.ended in (TIME, MEMORY, OUTPUT, PROCESSES, DISK) else REFUSED
     report = read_report(outcome.report)
@@ -59,7 +66,10 @@ class SandboxPool:
     """Thread-safe pool that keeps `size` sandboxes ready."""
 
     def __init__(self, limits: CaseLimits, size: int, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
-        """Start the sandboxes and run a probe program; raises `SandboxError` if it fails."""
+        """Start the sandboxes and run a probe program.
+
+        Raises `SandboxError` if the probe program fails.
+        """
         self._limits, self._size, self._unsafe, self._packages = limits, size, unsafe, packages
         self._ready: queue.Queue[Sandbox | SandboxError] = queue.Queue()
         self._wanted: queue.Queue[bool] = queue.Queue()
@@ -76,11 +86,11 @@ class SandboxPool:
     def run(self, program: str, cases: Sequence[Case], all_cases: bool, tolerance: float = TOLERANCE) -> list[str]:
         """Return the results of the cases.
 
-        After an exceeded time limit, the remaining cases are not run. Unless `all_cases` is set, this applies to any
-        failure.
+        If a case exceeds its time limit, the cases after it are not run. Unless `all_cases` is set, this also applies
+        to every other failure.
 
-        If this program breaks its sandbox but the probe program does not, the first result is `REFUSED`. If the probe
-        program fails too, `SandboxError` is raised.
+        If the program breaks its sandbox twice, the probe program is run. If the probe program passes, the first result
+        is `REFUSED`. If it fails too, `SandboxError` is raised.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -93,7 +103,7 @@ class SandboxPool:
         return [REFUSED] + [NOT_RUN] * (len(cases) - 1)
 
     def outcome(self, program: str, stdin: str = "") -> CaseOutcome | None:
-        """Run a program without grading and return its outcome; None if it breaks its sandbox.
+        """Run a program without grading it, and return its outcome; None if it breaks its sandbox.
 
         Raises `SandboxError` if no sandbox can be started.
         """
@@ -104,7 +114,10 @@ class SandboxPool:
             sandbox.close()
 
     def close(self) -> None:
-        """Close all idle sandboxes; a busy sandbox is closed after its program."""
+        """Close all idle sandboxes.
+
+        A sandbox that runs a program is closed after it.
+        """
         self._wanted.put(False)
         self._keeper.join()
         while not self._ready.empty():
@@ -132,7 +145,10 @@ class SandboxPool:
         return reasons + [NOT_RUN] * (len(cases) - len(reasons))
 
     def _take_ready(self) -> Sandbox:
-        """Take a ready sandbox, skipping dead sandboxes; raises `SandboxError` if all are dead."""
+        """Return a sandbox that is ready; raise `SandboxError` if there is none.
+
+        Sandboxes that have died are skipped.
+        """
         for _ in range(self._size):
             with suppress(SandboxError):
                 return self._take()
@@ -151,7 +167,10 @@ class SandboxPool:
         return sandbox
 
     def _keep(self) -> None:
-        """Start sandboxes in this thread only: the kernel kills a sandbox when the thread that started it ends."""
+        """Start sandboxes until the pool is closed.
+
+        They are all started in this thread, because the kernel kills a sandbox when the thread that started it ends.
+        """
         while self._wanted.get():
             try:
                 self._ready.put(Sandbox(self._limits, self._unsafe, self._packages))

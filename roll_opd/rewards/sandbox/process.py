@@ -1,4 +1,4 @@
-"""`Sandbox`: start one sandbox process, run cases in it, close it."""
+"""`Sandbox`: start one sandbox process, run cases in it, and close it."""
 
 import json
 import os
@@ -35,7 +35,10 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class CaseOutcome:
-    """Outcome of one case. Only `ended` and `exit_code` are trusted; the program may have forged the other fields."""
+    """Outcome of one case.
+
+    Only `ended` and `exit_code` are trusted, because the program may have forged the other fields.
+    """
 
     ended: str  # "ended" or the exceeded limit
     exit_code: int | None  # negative: the signal; None: killed for exceeding a limit
@@ -44,11 +47,16 @@ class CaseOutcome:
 
 
 class Sandbox:
-    """One sandbox for one program; `close` kills everything in it."""
+    """A sandbox for one program.
+
+    `close` kills all its processes.
+    """
 
     def __init__(self, limits: CaseLimits, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
-        """Start the sandbox; raises `SandboxError`. The calling thread must outlive the sandbox: the kernel kills the
-        sandbox when this thread ends, so that nothing is left if the worker is killed.
+        """Start the sandbox; raise `SandboxError` if that fails.
+
+        The calling thread must live longer than the sandbox, because the kernel kills the sandbox when this thread
+        ends. No process is therefore left if the worker is killed.
         """
         self._limits = limits
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
@@ -63,16 +71,20 @@ class Sandbox:
         os.set_blocking(self._requests, False)
 
     def wait_until_ready(self) -> None:
-        """Wait until the sandbox can `run`; raises `SandboxError` if it did not start."""
+        """Wait until the sandbox is ready; raise `SandboxError` if it did not start."""
         if self._frame(time.monotonic() + START_SECONDS) != READY or self._process.poll() is not None:
             self._errors.seek(0)
             words = self._errors.read(2000).decode("utf-8", "replace").strip() or "no message"
             raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")
 
     def run(self, program: str, stdin: str, check: str | None, before: str = "") -> CaseOutcome | None:
-        """Run the code `before`, and then one case.
+        """Run one case and return its outcome.
 
         The result is None if the sandbox died or hangs. The sandbox must then not be reused.
+
+        Args:
+            check: code that runs after the program, or None.
+            before: code that runs before the program.
         """
         request = {"before": before, "program": program, "stdin": stdin, "check": check, "limits": asdict(self._limits)}
         data = json.dumps(request).encode()
@@ -90,7 +102,7 @@ class Sandbox:
         return CaseOutcome(ended, code, frames[1], frames[2])
 
     def close(self) -> None:
-        """Kill the sandbox and everything in it; idempotent."""
+        """Kill all processes of the sandbox; do nothing if it is already closed."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -1,6 +1,6 @@
-"""Extract the program from a response: parse the fenced code blocks and choose one block.
+"""Extract the program from a response: parse the fenced code blocks and choose one of them.
 
-Blocks marked as Python take precedence over unmarked blocks; blocks marked as other languages are never run.
+Blocks marked as Python take precedence over unmarked blocks. Blocks marked as another language are never run.
 """
 
 import re
@@ -42,16 +42,19 @@ class Block:
 
 
 def answer_of(response: str) -> str:
-    """Return the text after the thoughts."""
+    """Return the answer in a response: the text after the thoughts and after the mark `_SOLUTION`."""
     return after_thoughts(response.rpartition(_SOLUTION)[2])
 
 
 def program_of(response: str, called: Collection[str] = ()) -> str | None:
-    """Return the program of the answer; None without a code block.
+    """Return the program of the answer; None if the answer has no code block.
 
-    It is the last block marked as Python, else the last unmarked block with statements, else the last unmarked block.
-    If the tests call functions or classes (`called`), the last such block that defines one of these is preferred, so
-    that a usage example after the solution is not mistaken for the solution.
+    The program is the last block of the first kind that the answer has: blocks marked as Python, unmarked blocks with
+    statements, other unmarked blocks.
+
+    Args:
+        called: names of functions and classes that the tests call. The last block that defines one of them is
+            preferred, so that a usage example after the solution is not mistaken for the solution.
     """
     blocks = [block for block in fenced_blocks(answer_of(response)) if block.code.strip()]
     marked = [block.code for block in blocks if _PYTHON.match(block.info)]
@@ -63,9 +66,10 @@ def program_of(response: str, called: Collection[str] = ()) -> str | None:
 
 
 def fenced_blocks(text: str) -> Iterator[Block]:
-    """Yield the fenced code blocks by CommonMark's rules, also in lists and quotes; the last block may be unclosed.
+    """Yield the fenced code blocks of a text, by the rules of CommonMark.
 
-    The text is read line by line, in linear time. A regular expression could take longer, because it could backtrack.
+    Blocks in lists and quotes are found too. The last block may be unclosed. The text is read line by line, in linear
+    time. A regular expression could take longer, because it could backtrack.
     """
     fence, info, width, quotes = "", "", 0, 0
     code: list[str] = []
@@ -92,13 +96,20 @@ def _joined(lines: list[str]) -> str:
 
 
 def _closes(line: str, fence: str) -> bool:
-    """Return whether a line is a closing fence: at least as long as the opening fence, without an info string."""
+    """Return whether a line closes a code block.
+
+    A closing fence is at least as long as the opening fence and has no info string.
+    """
     start = line.strip()
     return len(start) >= len(fence) and not start.strip(fence[0]) and len(line) - len(line.lstrip()) <= 3
 
 
 def _without_quotes(line: str, quotes: int) -> tuple[str, bool]:
-    """Return a line without the quote markers around a block, and whether the line is inside of the quotes."""
+    """Return (line without the quote markers around a block, whether the line is inside the quotes).
+
+    Args:
+        quotes: number of quote markers around the block.
+    """
     for _ in range(quotes):
         start = line.lstrip(" ")
         if not start.startswith(">"):
@@ -108,7 +119,7 @@ def _without_quotes(line: str, quotes: int) -> tuple[str, bool]:
 
 
 def _dedented(line: str, width: int) -> str:
-    """Return a line without up to `width` columns of indentation."""
+    """Return a line with its indentation reduced by at most `width` columns."""
     start = line.lstrip(" \t")
     indentation = line[: len(line) - len(start)]
     if "\t" in indentation and width:

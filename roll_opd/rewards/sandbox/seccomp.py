@@ -1,9 +1,14 @@
-"""Seccomp filter of the sandbox: denied system calls as a classic BPF program for seccomp(2).
+"""Seccomp filter of the sandbox: a classic BPF program for seccomp(2) that denies system calls.
 
-Namespaces isolate the sandbox; the filter reduces the kernel's attack surface. It denies tracing, mounting, new
-namespaces, keys, BPF, io_uring, modules, clocks, sockets (except Unix socket pairs, which event loops need), memory
-outside of the limits (memfd, System V), resources that are counted per user of the machine (inotify), and control of
-the scheduling of other processes such as the supervisor. System calls newer than this list return ENOSYS.
+Namespaces isolate the sandbox. The filter reduces the attack surface of the kernel in addition. It denies:
+
+- tracing, mounting, new namespaces, keys, BPF, io_uring, modules and clocks
+- sockets, except Unix socket pairs, which event loops need
+- memory outside the limits (memfd, System V)
+- resources that are counted per user of the machine (inotify)
+- control of the scheduling of other processes, such as the supervisor
+
+System calls that are newer than the list in this module return ENOSYS.
 """
 
 import errno
@@ -103,7 +108,11 @@ Step = tuple[int, int, "str | int", "str | int"]  # code, k, jump if true, jump 
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """Return the filter for a machine type such as `x86_64` (default: this machine's); KeyError for an unknown type."""
+    """Return the filter for a machine type; raise KeyError for an unknown type.
+
+    Args:
+        machine: a type such as `x86_64`; None means the type of this machine.
+    """
     column, arch = ARCHITECTURES[machine or platform.machine()]
     steps: list[Step] = [
         (_LOAD, _ARCH, 0, 0),

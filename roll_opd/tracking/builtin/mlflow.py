@@ -1,4 +1,4 @@
-"""MLflow tracker. It writes a SQLite file in the run directory unless a tracking URI is given."""
+"""MLflow tracker. If no tracking URI is given, it writes an SQLite file in the run directory."""
 
 import os
 import re
@@ -15,7 +15,7 @@ PARAM_CHARACTERS = 500  # every MLflow server since 1.28 accepts this length
 
 @register("mlflow", packages=("mlflow", "sqlalchemy", "alembic"))
 class MlflowTracker:
-    """An MLflow run with the configuration as its parameters."""
+    """Writes to an MLflow run. The configuration is stored as the parameters of the run."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class MlflowTracker:
 
 
 def _name(name: str) -> str:
-    """Return a form of the metric name that MLflow accepts: `pass@4` becomes `pass_at_4`."""
+    """Return the metric name in a form that MLflow accepts: `pass@4` becomes `pass_at_4`."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 

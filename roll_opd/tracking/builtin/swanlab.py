@@ -28,9 +28,12 @@ class SwanlabTracker:
         mode: Literal["online", "cloud", "local", "offline", "disabled"] | None = None,
         login_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes the arguments of `swanlab.init`; `login_kwargs` has the arguments of `swanlab.login`.
+        """Start a SwanLab run with the arguments of `swanlab.init`.
 
-        ROLL's `mode` `cloud` means online. By default, `mode` is online if a login exists.
+        Args:
+            mode: mode of the run. ROLL's mode `cloud` means `online`. The default is the environment variable
+                SWANLAB_MODE. If the variable is not set, the mode is `online` with a login and `offline` without.
+            login_kwargs: arguments of `swanlab.login`.
         """
         import swanlab
 

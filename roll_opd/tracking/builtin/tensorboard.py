@@ -1,6 +1,6 @@
 """TensorBoard event files: the metrics as charts, and a few samples and the configuration as text.
 
-A metric gets a chart unless it always equals another metric or keeps its default value (`ChartedMetrics`).
+A metric gets no chart if it always equals another metric or always has its default value (`ChartedMetrics`).
 """
 
 import json
@@ -24,8 +24,8 @@ DIGITS = 9  # duplicates may differ in summation order, so they are compared wit
 class ChartedMetrics:
     """Chooses the metrics that get a chart.
 
-    A metric gets no chart as long as all its values are the default or are equal to the values of another metric. As
-    soon as a value differs, all points of the metric are returned.
+    A metric gets no chart as long as all its values are the default, or equal the values of another metric. As soon as
+    one value differs, all points of the metric are returned.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class ChartedMetrics:
         self._histories: dict[str, int] = {}  # name -> hash of all steps and values
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, int, float]]:
-        """Add the metrics of a step.
+        """Add the metrics of a step, and return the points to chart.
 
-        Return the points (name, step, value) to chart, including points of earlier steps.
+        A point is (name, step, value). Points of earlier steps are included if their metric has no chart yet.
         """
         for name, value in metrics.items():
             self._histories[name] = hash((self._histories.get(name), step, f"{value:.{DIGITS}g}"))
@@ -69,7 +69,7 @@ TEXT_GROWTH = 1.25  # ratio of successive steps with samples: 30 such steps in 1
 class TensorBoardTracker:
     """Writes TensorBoard event files.
 
-    A resumed run repeats some steps. TensorBoard hides the old events of these steps.
+    A resumed run repeats some steps. TensorBoard then hides the old events of these steps.
     """
 
     def __init__(self, run: RunDirectory, resume_step: int | None, log_dir: str | None = None) -> None:
@@ -103,7 +103,7 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _show_samples(self, step: int) -> None:
-        """Write samples of the latest step that has new samples. Steps after `step` are not considered."""
+        """Write samples of the latest step that has new samples. Samples of steps after `step` are ignored."""
         if not self._samples.exists():
             return
         with self._samples.open("rb") as file:

@@ -35,7 +35,13 @@ class WandbTracker:
         mode: Literal["online", "offline", "disabled"] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes the arguments of `wandb.init`; `log_dir` is passed as `dir`. Default `mode`: online with a login."""
+        """Start a W&B run with the arguments of `wandb.init`.
+
+        Args:
+            log_dir: directory of the run's files; the argument `dir` of `wandb.init`.
+            mode: mode of the run. The default is the environment variable WANDB_MODE. If the variable is not set, the
+                mode is `online` with a login and `offline` without.
+        """
         import wandb
 
         known = {"api_key": api_key, "base_url": base_url}

@@ -1,4 +1,7 @@
-"""`agent_workflow`: run an agent (a function or a command) that uses an OpenAI client, and train on its requests."""
+"""`agent_workflow`: run an agent that uses an OpenAI client, and train on the responses to its requests.
+
+The agent is a function or a command.
+"""
 
 import asyncio
 import contextlib
@@ -21,26 +24,28 @@ OUTPUT_TAIL_BYTES = 4000  # bytes of a command's stdout or stderr that are kept
 
 @WORKFLOWS.register_module("agent_workflow", arguments=("agent", "command", "experiences"))
 class AgentWorkflow(Workflow):
-    """Run an agent on a row, and train on the responses to the requests that the agent sends to the policy's endpoint.
+    """Run an agent on a row, and train on the responses to its requests.
 
-    `workflow_args` has either
+    The agent sends its requests to the policy's endpoint. `workflow_args` has either `agent` or `command`:
 
-    - `agent`: the dotted path of a function or coroutine function (row, base_url, api_key) that returns the reward
-      or None;
+    - `agent`: the dotted path of a function or coroutine function. It gets (row, base_url, api_key) and returns the
+      reward or None.
     - `command`: the argument list of a process. {base_url} and {api_key} in the arguments are replaced. The process
       gets the row as JSON on stdin, the address in OPENAI_BASE_URL and the key in OPENAI_API_KEY. The last line of its
       output may be the reward, as a number or as JSON with `reward` and `metrics`.
 
-    Optionally it also has `experiences`: `branch` (default) makes one experience per conversation, and `call` makes one
-    experience per request. The agent may also post its reward (`POST {base_url}/reward`). If the agent returns no
-    reward, the configuration's rewards score the experiences.
+    `workflow_args` may also have `experiences`. With `branch` (the default), each conversation becomes one experience.
+    With `call`, each request becomes one experience.
+
+    The agent may also post its reward (`POST {base_url}/reward`). If there is no reward from the agent, the rewards of
+    the configuration score the experiences.
     """
 
     @staticmethod
     def check_arguments(arguments: Mapping[str, Any]) -> None:
         """Check `workflow_args`.
 
-        Raises WorkflowError if they are not valid or if the agent does not take three arguments.
+        Raises WorkflowError if the arguments are not valid, or if the agent function does not take three arguments.
         """
         try:
             agent, _ = _agent(arguments)
@@ -63,13 +68,13 @@ class AgentWorkflow(Workflow):
         return agent is None or inspect.iscoroutinefunction(agent)
 
     def run(self) -> list[Experience]:
-        """Run the agent function. Return the experiences of its requests."""
+        """Run the agent function. Return the experiences made from its requests."""
         agent, _ = _agent(self.task.workflow_args)
         assert agent is not None
         return self._experiences(_reward(agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
 
     async def run_async(self) -> list[Experience]:
-        """Run the coroutine function or the command. Return the experiences of its requests."""
+        """Run the coroutine function or the command. Return the experiences made from its requests."""
         agent, command = _agent(self.task.workflow_args)
         if agent is None:
             return self._experiences(await self._run_command(command))
@@ -104,9 +109,10 @@ class AgentWorkflow(Workflow):
             return self._parse_reward(_tail(output))
 
     def _parse_reward(self, output: str) -> float | None:
-        """Return the reward in the last line of a command's output, or else the posted reward.
+        """Return the reward in the last line of a command's output.
 
-        Metrics in the last line are recorded. Raises ValueError for a malformed reward.
+        If the last line has no reward, the reward that the command has posted is returned. Metrics in the last line are
+        recorded. Raises ValueError for a malformed reward.
         """
         *_, last = ["", *output.splitlines()]
         parsed = None
@@ -118,7 +124,10 @@ class AgentWorkflow(Workflow):
 
 
 def _agent(arguments: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return (function, []) or (None, command) from `workflow_args`. Raises ValueError or ImportError."""
+    """Return (function, []) for an agent function, or (None, command) for a command.
+
+    Raises ValueError or ImportError if the arguments are not valid.
+    """
     given = dict(arguments)
     path, command, kind = given.pop("agent", None), given.pop("command", None), given.pop("experiences", BRANCH)
     is_list = isinstance(command, list | tuple) and len(command) > 0
@@ -147,7 +156,7 @@ def _reward(value: Any) -> float | None:
 
 
 def _kill_group(process: asyncio.subprocess.Process) -> None:
-    """Kill the process group of a command."""
+    """Kill a command and all processes of its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""`environment_workflow`: alternate model actions and environment steps until the game ends or a limit is reached."""
+"""`environment_workflow`: the model and an environment take turns until the game ends or a limit is reached."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ INVALID_ACTION_NOTE = " (this action is not valid: keep to the form that is aske
 
 @dataclass
 class ModelTurn:
-    """An observation, the model's action after it, and the reward of the action."""
+    """One turn: an observation, the model's action after the observation, and the reward of the action."""
 
     observation: str
     info: dict[str, Any]
@@ -28,7 +28,7 @@ class ModelTurn:
 
 @dataclass
 class Trajectory:
-    """Turns and messages of one game."""
+    """The turns and messages of one game."""
 
     turns: list[ModelTurn]
     terminated: bool = False
@@ -42,7 +42,7 @@ class Trajectory:
 
     @property
     def episode_reward(self) -> float:
-        """Sum of the turns' rewards."""
+        """Sum of the rewards of all turns."""
         return sum(turn.reward for turn in self.turns)
 
 
@@ -52,9 +52,11 @@ class EnvironmentWorkflow(Workflow):
 
     `workflow_args.environments` maps each tag to the settings of its environment.
 
-    A conversation is one experience with the game's total reward. If the chat template rewrites earlier turns, the
-    conversation is split into one experience per branch. With a StepEnvManager, each action is a separate experience,
-    which has the reward of the action and the state before it.
+    By default, a conversation becomes one experience, and its reward is the total reward of the game. If the chat
+    template rewrites earlier turns, the conversation is split into several branches, with one experience per branch.
+
+    With a StepEnvManager, each action becomes a separate experience. It stores the reward of the action and a hash of
+    the state before the action.
     """
 
     is_async = can_reset = True
@@ -74,7 +76,7 @@ class EnvironmentWorkflow(Workflow):
             self.sampling["max_tokens"] = min(most, self.sampling["max_tokens"] or most)
 
     async def run_async(self) -> list[Experience]:
-        """Play one trajectory. Raises RunFailure if the environment fails."""
+        """Play one game and return its experiences. Raises RunFailure if the environment fails."""
         start = time.monotonic()
         async with lent_game(self.tag, self.settings) as game:
             trajectory = await self._play(game)
@@ -136,7 +138,7 @@ class EnvironmentWorkflow(Workflow):
         return [*_system(settings), {"role": "user", "content": f"{instruction}\n{text}" if instruction else text}]
 
     def _single_turn_prompt(self, trajectory: Trajectory) -> list[dict[str, str]]:
-        """Return a single-turn prompt whose text has the latest observation and the last turns."""
+        """Return a single-turn prompt with the latest observation and the last turns before it."""
         settings, turns = self.settings, trajectory.turns
         past = turns[-settings["history_length"] : -1] if settings["history_length"] else []
         first = len(turns) - len(past)
@@ -189,9 +191,9 @@ class EnvironmentWorkflow(Workflow):
 
 
 def _state(observation: str) -> str:
-    """Return a digest of the observation.
+    """Return a hash of the observation.
 
-    The observation does not include the text that the prompt template adds.
+    The hash does not depend on the text that the prompt template adds.
     """
     return blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -212,9 +214,9 @@ def _turn_metrics(turn: ModelTurn) -> Mapping[str, float]:
 
 
 def _aggregated(turns: Sequence[ModelTurn]) -> dict[str, float]:
-    """Return the environment's metrics, aggregated over all turns.
+    """Return the metrics of the environment, aggregated over all turns.
 
-    The aggregation of a metric is given by `metrics_agg_mode`. The default is the mean.
+    The environment's `metrics_agg_mode` sets the aggregation of each metric. The default is the mean.
     """
     values: dict[str, list[float]] = {}
     modes: dict[str, str] = {}

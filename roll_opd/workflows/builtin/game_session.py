@@ -1,6 +1,7 @@
-"""The environment session of one trajectory: calls run in threads with a timeout, and failures are classified.
+"""The environment session of one trajectory. Calls of the environment run in threads with a timeout.
 
-A failure ends only its trajectory. After an episode has ended, its environment goes to a pool for the next trajectory.
+A failure ends only the trajectory in which it occurs. After an episode has ended, its environment returns to a pool for
+later trajectories.
 """
 
 import asyncio
@@ -28,7 +29,12 @@ class GameSession:
     """The session of one environment. Methods that call the environment raise RunFailure if the environment fails."""
 
     def __init__(self, tag: str, settings: Mapping[str, Any]) -> None:
-        """Create a session. The keys of `settings` are the fields of `EnvironmentKeys`."""
+        """Create a session.
+
+        Args:
+            tag: tag of the environment.
+            settings: settings of the environment. The keys are the fields of `EnvironmentKeys`.
+        """
         self.seconds = 0.0  # seconds spent in the environment
         self._tag, self._settings, self._environment = tag, settings, None
         self._last: Future[Any] | None = None
@@ -36,7 +42,7 @@ class GameSession:
         self._limit = _limits.setdefault(tag, asyncio.Semaphore(most or 10**6))
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Reset the environment. Return the first observation and `info`."""
+        """Reset the environment. Return (first observation, info)."""
         if _idle[self._tag]:
             self._environment = _idle[self._tag].pop()
         else:
@@ -59,7 +65,11 @@ class GameSession:
             _idle[self._tag].append(self._environment)
 
     def discard(self) -> None:
-        """Close the environment. If a call is still running, mark the worker process for replacement instead."""
+        """Close the environment.
+
+        If a call of the environment is still running, the environment is not closed. Instead, this worker process is
+        marked for replacement.
+        """
         made, self._environment = self._environment, None
         if self._last is not None and not self._last.done():
             RUN.get().stuck = True
@@ -98,9 +108,9 @@ class GameSession:
 
 @asynccontextmanager
 async def lent_game(tag: str, settings: Mapping[str, Any]) -> AsyncIterator[GameSession]:
-    """Yield a game for one trajectory.
+    """Yield a session for one trajectory.
 
-    The environment of the game returns to the pool on success and is discarded on failure.
+    On success, the environment of the session returns to the pool. On failure, the environment is discarded.
     """
     game = GameSession(tag, settings)
     try:

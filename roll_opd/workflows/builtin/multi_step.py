@@ -1,4 +1,4 @@
-"""`try_again_workflow`: several attempts at a question, with feedback between the attempts.
+"""`try_again_workflow`: several attempts to answer a question, with feedback after each wrong answer.
 
 Each attempt is a step with one experience.
 """
@@ -17,11 +17,15 @@ FEEDBACK = "That is not right. Look for the mistake, and answer again."
 
 @WORKFLOWS.register_module("try_again_workflow", arguments=("max_steps", "enough", "feedback"))
 class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
-    """Ask a question, and repeat it with feedback while the reward is below `enough`. Each attempt is one step.
+    """Ask a question, and ask again with feedback while the reward is too low. Each attempt is one step.
 
-    `workflow_args` may have `max_steps`, the maximum number of attempts (default 3), `enough`, the reward that ends the
-    attempts (default 1.0), and `feedback`, the user message after a wrong answer. The reward is the configuration's
-    `workflow_reward`. The default is `accuracy_reward`.
+    `workflow_args` may have three keys:
+
+    - `max_steps`: maximum number of attempts (default 3).
+    - `enough`: reward that ends the attempts (default 1.0).
+    - `feedback`: user message after a wrong answer.
+
+    The reward is computed by the `workflow_reward` of the configuration, or by `accuracy_reward` if none is set.
     """
 
     can_reset = True
@@ -45,7 +49,7 @@ class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
         return int(self.task.workflow_args.get("max_steps", 3))
 
     async def step_async(self, step_num: int) -> bool:
-        """Sample one answer. Return whether the reward is too low, so that another attempt is needed."""
+        """Sample one answer. Return whether its reward is so low that another attempt is needed."""
         (response,) = await self.model.chat_async(self.messages, **{**asdict(self.task.rollout_args), "n": 1})
         text = response.response_text or ""
         inputs = {"response": text, "truth": self.task.truth, "prompt": self.task.task_desc, "info": response.info}

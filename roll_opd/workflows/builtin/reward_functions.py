@@ -1,7 +1,7 @@
 """Trinity-RFT's reward functions for mathematics. They check final answers with this package's rule for mathematics.
 
-Built-in workflows are scored by the configuration's `rewards`; these functions are for workflows that call a reward
-function themselves. The arguments have the same order as in Trinity-RFT. Other keyword arguments are ignored.
+A workflow calls the function that the configuration's `workflow_reward` names. The arguments have the same order as in
+Trinity-RFT. Other keyword arguments are ignored.
 """
 
 import ast
@@ -30,7 +30,7 @@ OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def accuracy(response: str, truth: Any) -> float:
-    """Return 1.0 if the response's final answer equals the truth, else 0.0.
+    """Return 1.0 if the final answer of a response equals the truth, else 0.0.
 
     The result is also 0.0 if the comparison fails or times out.
     """
@@ -41,7 +41,7 @@ def accuracy(response: str, truth: Any) -> float:
 
 
 def has_thought(response: str) -> bool:
-    """Return whether a response has exactly one `<think>` followed by one `</think>`."""
+    """Return whether a response has exactly one `<think>` and, after it, exactly one `</think>`."""
     return re.findall(r"</?think>", response) == ["<think>", "</think>"]
 
 
@@ -49,7 +49,8 @@ def has_thought(response: str) -> bool:
 class AccuracyReward(RewardFn):
     """Returns 1 for a correct final answer, else 0.
 
-    With an `answer_parser`, an answer is correct if the parser returns the same value for the response and the truth.
+    If `answer_parser` is given, it is called on the response and on the truth. The answer is correct if both results
+    are equal.
     """
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
@@ -76,7 +77,10 @@ class FormatReward(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("math_reward")
 class MathRewardFn(RewardFn):
-    """The sum of `accuracy_reward` and `format_reward`. The format is a thought and an answer, each in its tags."""
+    """Returns the parts of `accuracy_reward` and `format_reward`. The reward is their sum.
+
+    The expected format is a thought in tags, followed by an answer in tags.
+    """
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None, pattern: str = LOOSE_FORMAT) -> None:
         self.accuracy_reward, self.format_reward = AccuracyReward(answer_parser), FormatReward(pattern)
@@ -90,7 +94,7 @@ class MathRewardFn(RewardFn):
 class MathBoxedRewardFn(RewardFn):
     """Returns 1 for a correct final answer, else 0.
 
-    With `with_think`, `format_score_coef` is subtracted if the response does not have exactly one thought.
+    If `with_think` is set, a response without exactly one thought loses `format_score_coef`.
     """
 
     def __call__(
@@ -110,8 +114,9 @@ class MathBoxedRewardFn(RewardFn):
 class CountDownRewardFn(RewardFn):
     """Returns a score for the formula in the `<answer>` tags.
 
-    The score is 1 if the formula gives the target and uses each number once. It is 0.1 for any other content of the
-    tags and 0 if the tags are missing.
+    - 1 if the formula gives the target and uses each number once.
+    - 0.1 for any other content of the tags.
+    - 0 if the tags are missing.
 
     The truth is an object with `target` and `numbers`, or the JSON of such an object.
     """
@@ -132,9 +137,9 @@ class CountDownRewardFn(RewardFn):
 
 
 def computed(formula: str) -> Fraction:
-    """Return the exact value of a formula of integers, + - * / and parentheses.
+    """Return the exact value of a formula. A formula may have integers, parentheses and the operators + - * /.
 
-    Raises ValueError or SyntaxError if the text is not such a formula, and ZeroDivisionError for a division by 0.
+    Raises ValueError or SyntaxError if the text is not such a formula. Raises ZeroDivisionError for a division by 0.
     """
     if len(formula) > MAX_FORMULA_CHARACTERS:
         raise ValueError(f"the formula has {len(formula)} characters")

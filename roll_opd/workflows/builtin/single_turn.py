@@ -1,4 +1,7 @@
-"""Single-turn workflows: one question, one answer, scored by the configuration's rewards or the task's function."""
+"""Single-turn workflows: one question and one answer.
+
+The answer is scored by the configuration's `rewards` or by the reward function of the task.
+"""
 
 from dataclasses import asdict
 from typing import Any
@@ -23,9 +26,9 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 class BaseSimpleWorkflow(Workflow):
-    """Base class of single-turn workflows, which build the messages and score the responses.
+    """Base class of single-turn workflows. It builds the messages and scores the responses.
 
-    A call makes one run unless a subclass sets `can_repeat = True`.
+    One call makes one run, unless a subclass sets `can_repeat = True`.
     """
 
     can_reset = True
@@ -45,7 +48,7 @@ class BaseSimpleWorkflow(Workflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """The sampling options, with one response per run.
+        """The sampling options of a call. `n` is the number of runs, so each run has one response.
 
         Workflows of older versions assign other options to this attribute.
         """
@@ -56,9 +59,9 @@ class BaseSimpleWorkflow(Workflow):
         self._rollout_args = given
 
     def format_messages(self) -> list[dict[str, str]]:
-        """Return the conversation that the model continues.
+        """Return the messages that the model continues.
 
-        Raises ValueError if the chat template drops a part of it.
+        Raises ValueError if the chat template drops a part of the messages.
         """
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages += conversation_of(self.task)
@@ -71,7 +74,7 @@ class BaseSimpleWorkflow(Workflow):
     def scored(self, responses: list[Experience]) -> list[Experience]:
         """Set the run id and the reward of each response, and return the responses.
 
-        Each response belongs to a separate run.
+        Each response is one run.
         """
         for run, response in enumerate(responses, self.run_id_base):
             response.eid.run = run
@@ -79,14 +82,14 @@ class BaseSimpleWorkflow(Workflow):
         return responses
 
     def score(self, response: Experience) -> None:
-        """Compute the reward of a response if the task has a reward function."""
+        """Set the reward of a response with the reward function of the task, if the task has one."""
         if self.reward_fn is not None:
             parts = parts_of(self.reward_fn, self.reward_inputs(response))
             response.metrics.update(parts)
             response.reward = sum(parts.values())
 
     def reward_inputs(self, response: Experience) -> dict[str, Any]:
-        """Return the keyword arguments that a reward function may take for a response."""
+        """Return the keyword arguments with which a reward function may be called for a response."""
         return {
             "response": response.response_text,
             "truth": self.truth,
@@ -97,7 +100,7 @@ class BaseSimpleWorkflow(Workflow):
 
 
 def conversation_of(task: Task) -> list[dict[str, Any]]:
-    """Return a row's prompt as messages. A prompt that is a string becomes a user turn.
+    """Return the prompt of a row as messages. A prompt that is a string becomes a user message.
 
     Raises ValueError for a row without a prompt.
     """
@@ -126,7 +129,7 @@ class SimpleWorkflow(BaseSimpleWorkflow):
 
 @WORKFLOWS.register_module("async_simple_workflow")
 class AsyncSimpleWorkflow(BaseSimpleWorkflow):
-    """`simple_workflow` as a coroutine, which costs less than a thread."""
+    """`simple_workflow` as a coroutine. A coroutine costs less than a thread."""
 
     can_repeat = is_async = True
 
@@ -146,9 +149,9 @@ class _Thinking(BaseSimpleWorkflow):
 
 
 class _Boxed(BaseSimpleWorkflow):
-    """Base class of workflows for boxed answers of chat models and base models.
+    """Base class of workflows with boxed answers, for chat models and base models.
 
-    The default system prompt requests a boxed answer. A system prompt in the configuration replaces this prompt.
+    The default system prompt asks for a boxed answer. A system prompt in the configuration replaces it.
     """
 
     use_base = with_think = False
@@ -169,7 +172,7 @@ class _Boxed(BaseSimpleWorkflow):
         return "\n".join([*system, *turns, "Assistant:\n"])
 
     def reward_inputs(self, response: Experience) -> dict[str, Any]:
-        """Return the keyword arguments that a reward function may take for a response."""
+        """Return the keyword arguments with which a reward function may be called for a response."""
         own = {"with_think": self.with_think, "format_score_coef": self.format_score_coef}
         return {**super().reward_inputs(response), **own}
 
@@ -189,25 +192,26 @@ class _BoxedInQuestion(BaseSimpleWorkflow):
 class MathWorkflow(_Thinking, SimpleWorkflow):
     """A mathematics question with the system prompt of DeepSeek-R1-Zero.
 
-    A system prompt in the configuration replaces this prompt.
-
-    As in Trinity-RFT, there is no default system prompt if `workflow_reward` is set to another function than
-    `math_reward`.
+    A system prompt in the configuration replaces this default. As in Trinity-RFT, there is no default if
+    `workflow_reward` is set to a function other than `math_reward`.
     """
 
 
 @WORKFLOWS.register_module("async_math_workflow")
 class AsyncMathWorkflow(_Thinking, AsyncSimpleWorkflow):
-    """`math_workflow` in a coroutine."""
+    """`math_workflow` as a coroutine."""
 
 
 @WORKFLOWS.register_module("math_boxed_workflow", arguments=("use_base", "with_think", "format_score_coef"))
 class MathBoxedWorkflow(_Boxed, SimpleWorkflow):
-    """Mathematics question with a boxed answer.
+    """A mathematics question with a boxed answer.
 
-    `workflow_args` may have three keys. With `use_base`, the prompt is sent as text without the chat template. With
-    `with_think`, the system prompt requests a thought in tags before the answer. The values of `with_think` and
-    `format_score_coef` are passed to the reward function.
+    `workflow_args` may have three keys:
+
+    - `use_base`: the prompt is sent as text, without the chat template.
+    - `with_think`: the system prompt asks for a thought in tags before the answer. The value is also passed to the
+      reward function.
+    - `format_score_coef`: the value is passed to the reward function.
     """
 
     def run(self) -> list[Experience]:
@@ -219,7 +223,7 @@ class MathBoxedWorkflow(_Boxed, SimpleWorkflow):
 
 @WORKFLOWS.register_module("async_math_boxed_workflow", arguments=("use_base", "with_think", "format_score_coef"))
 class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
-    """`math_boxed_workflow` in a coroutine."""
+    """`math_boxed_workflow` as a coroutine."""
 
     async def run_async(self) -> list[Experience]:
         """Return one response per run."""
@@ -230,10 +234,10 @@ class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
 
 @WORKFLOWS.register_module("on_policy_distill_workflow")
 class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
-    """Sample an answer to the row's prompt. The configuration's teachers score the answer.
+    """Sample an answer to the row's prompt. The teachers of the configuration score the answer.
 
-    The `compute_reward` of a subclass gives the reward, as in Trinity-RFT. Pure distillation records this reward, but
-    does not train on it.
+    A subclass may override `compute_reward` to set a reward, as in Trinity-RFT. Pure distillation records this reward
+    but does not train on it.
     """
 
     def reset(self, task: Task) -> None:
@@ -243,7 +247,7 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
 
     @property
     def teacher_model(self) -> Any:
-        """The first auxiliary model, for subclasses whose `run_async` calls the teacher."""
+        """The first auxiliary model. It is meant for subclasses whose `run_async` calls the teacher."""
         if not self.auxiliary_model_wrappers:
             raise ValueError(
                 "teacher_model: auxiliary_models is empty; add the teacher to this list, or let the configuration's"
@@ -252,11 +256,15 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
         return self.auxiliary_model_wrappers[0]
 
     def compute_reward(self, response: Experience) -> float:
-        """Return the reward of a response. This method is called only if a subclass overrides it."""
+        """Return the reward of a response. It is called only if a subclass overrides it."""
         return 0.0
 
     def score(self, response: Experience) -> None:
-        """Compute the reward with a subclass's `compute_reward`, or else with the task's reward function."""
+        """Set the reward of a response.
+
+        If a user's class overrides `compute_reward`, that method gives the reward. Otherwise the reward function of the
+        task gives it. The `compute_reward` of a built-in class is called only if the configuration sets no reward.
+        """
         written_by = next(kind for kind in type(self).__mro__ if "compute_reward" in vars(kind))
         is_own = written_by.__module__ != __name__
         if is_own or (written_by is not OnPolicyDistillWorkflow and not (self.reward_fn or self.task.is_scored)):
@@ -269,12 +277,12 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
 class OnPolicyDistillMathWorkflow(_BoxedInQuestion, OnPolicyDistillWorkflow):
     """A mathematics question with a boxed answer. The reward is 1.0 if the boxed answer is correct.
 
-    If the configuration has `rewards` or a `workflow_reward`, they replace `compute_reward`, except in a subclass that
-    overrides `compute_reward`.
+    If the configuration has `rewards` or a `workflow_reward`, they are used instead. A `compute_reward` that a subclass
+    overrides is always used.
     """
 
     def compute_reward(self, response: Experience) -> float:
-        """Return 1.0 if the final answer is correct, else 0.0. The value is also recorded as the metric `accuracy`."""
+        """Return 1.0 if the final answer is correct, else 0.0. The metric `accuracy` records the same value."""
         if not response.response_text or self.truth is None:
             return 0.0
         right = accuracy(response.response_text, self.truth)

@@ -1,4 +1,4 @@
-"""OpenAI chat completions: validation of requests, construction of responses and streams."""
+"""OpenAI chat completions: validation of requests, and construction of responses and streams."""
 
 import inspect
 import json
@@ -46,10 +46,17 @@ _RESERVED = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.ap
 
 
 class Refusal(Exception):
-    """Error response to a request."""
+    """Error response to an HTTP request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        """Create an error. `param` is the name of the wrong field, and `code` is a machine-readable error code."""
+        """Create an error response.
+
+        Args:
+            status: HTTP status.
+            message: text of the error.
+            param: name of the wrong field.
+            code: machine-readable error code.
+        """
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -63,7 +70,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Validated request."""
+    """A validated request for a chat completion."""
 
     messages: list[dict[str, Any]]  # contents as text, arguments of tool calls as objects
     tools: list[dict[str, Any]]
@@ -75,9 +82,9 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Parse and validate a request body.
+    """Parse and validate the body of a request.
 
-    Raises Refusal with the wrong field if the request cannot be served exactly.
+    Raises Refusal if the request cannot be served exactly. The error names the wrong field.
     """
     try:
         request = json.loads(body)
@@ -124,7 +131,14 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def as_message(text: str, tools: Sequence[Mapping[str, Any]], parse: ToolCallParser, number: str) -> dict[str, Any]:
-    """Return a response as an assistant message. `number` becomes part of the ids of its tool calls."""
+    """Return a response as an assistant message.
+
+    Args:
+        text: text of the response.
+        tools: tools of the request.
+        parse: function that finds tool calls in the text.
+        number: text that becomes part of the ids of the tool calls.
+    """
     content, calls = parse(text, tools) if tools else (text, [])
     message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
     if calls:
@@ -150,12 +164,12 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """OpenAI's finish reason."""
+        """The finish reason that OpenAI's API would report."""
         return "tool_calls" if self.message.get("tool_calls") and self.finish_reason == "stop" else self.finish_reason
 
     @property
     def token_logprobs(self) -> dict[str, Any]:
-        """The tokens with their log-probs in OpenAI's format."""
+        """All tokens and their log-probs in OpenAI's format."""
         entries = [
             {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
             for text, logprob in zip(self.tokens, self.logprobs, strict=True)
@@ -166,7 +180,10 @@ class Answer:
 def completion(
     head: Mapping[str, Any], request: ChatRequest, answers: Sequence[Answer], usage: Mapping
 ) -> dict[str, Any]:
-    """Return the chat completion. `head` has the id, the creation time and the model of the completion."""
+    """Return the chat completion as JSON data.
+
+    `head` has the id, the creation time and the model of the completion.
+    """
     choices = [
         {
             "index": index,
@@ -182,7 +199,11 @@ def completion(
 def stream(
     head: Mapping[str, Any], request: ChatRequest, answers: Sequence[Answer], usage: Mapping
 ) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a streamed completion. The log-probs of a choice are in the last chunk of the choice."""
+    """Yield the chunks of a streamed chat completion.
+
+    The log-probs of each choice are in the last chunk of that choice. `head` has the id, the creation time and the
+    model of the completion.
+    """
 
     def piece(index: int, delta: Mapping, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}

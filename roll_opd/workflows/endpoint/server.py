@@ -1,7 +1,7 @@
-"""The HTTP server of the policy in a workflow process, with one session per run.
+"""The HTTP server of the policy in a workflow process. Each run has its own session.
 
-Responses come from `ModelWrapper.answer`, so they are recorded in the run's call tree. The server starts when its
-address is read for the first time. If a port is configured, the server starts together with the process.
+Responses come from `ModelWrapper.answer`, so they are recorded in the call tree of the run. The server starts when its
+address is first read. If a port is configured, the server starts together with the process.
 """
 
 import asyncio
@@ -43,16 +43,16 @@ Responses = list[tuple[Experience, Call]]
 
 
 class _StreamedError(Exception):
-    """An error that was sent to the client as part of a stream."""
+    """An error that was already sent to the client as part of a stream."""
 
     def __init__(self, response: web.StreamResponse) -> None:
-        """Create the error. `response` is the stream that ends with it."""
+        """Create the error. `response` is the stream in which the error was sent."""
         self.response = response
 
 
 @dataclass(eq=False)
 class RunSession:
-    """The session of a run: its id, its API key, and the pending tasks of its clients."""
+    """The session of a run: its id, its API key and its unfinished requests."""
 
     run: RunState
     id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -61,10 +61,10 @@ class RunSession:
 
 
 class PolicyServer:
-    """The HTTP server of a process.
+    """The policy's HTTP server of one process.
 
-    A request with the key of a session belongs to this session. A request with the server's key names its session in
-    the URL or in a header.
+    A request with the API key of a session belongs to that session. A request with the API key of the server gives the
+    session in the URL or in a header.
     """
 
     def __init__(
@@ -77,10 +77,15 @@ class PolicyServer:
         port: int = 0,
         key: str | None = None,
     ) -> None:
-        """Create a server.
+        """Create a server. It starts when `address` is first read.
 
-        The function `parse` finds tool calls. Port 0 selects any free port. `key` is an API key that is valid for all
-        sessions.
+        Args:
+            model: the policy.
+            loop: event loop of the server.
+            parse: function that finds tool calls in a response.
+            host: address on which the server listens.
+            port: port of the server. 0 selects a free port.
+            key: API key that is valid for all sessions.
         """
         self.counts: Counter[str] = Counter()  # requests by HTTP status or ABANDONED
         self._model, self._loop, self._host, self._port, self._key = model, loop, host, port, key
@@ -96,7 +101,10 @@ class PolicyServer:
 
     @property
     def address(self) -> str:
-        """The URL without `/v1`. The first access starts the server. Raises WorkflowError if the port is in use."""
+        """The server's URL without `/v1`. The first access starts the server.
+
+        Raises WorkflowError if the port is in use.
+        """
         with self._starting:
             if self._address is None:
                 family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -125,7 +133,7 @@ class PolicyServer:
             return self._by_run[id(run)]
 
     def close(self, run: RunState) -> None:
-        """Close the session of a run, if the run has one. Running and later requests are refused."""
+        """Close the session of a run, if the run has one. Its running requests and all later requests are refused."""
         with self._starting:
             run.ended = True
             session = self._by_run.pop(id(run), None)
@@ -157,7 +165,10 @@ class PolicyServer:
 
     @web.middleware
     async def _accounted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Convert exceptions to error responses in OpenAI's format. Count all responses by status."""
+        """Handle a request, and convert exceptions to error responses in OpenAI's format.
+
+        All responses are counted by status.
+        """
         response: web.StreamResponse
         try:
             if self._active_requests >= MAX_CONCURRENT_REQUESTS:
@@ -193,7 +204,7 @@ class PolicyServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        """Handle a request that posts the reward of a run. The request may also have metrics."""
+        """Handle a request that posts the reward of a run. Such a request may also contain metrics."""
         session = self._session_of(request)
         body = await self._body(request)
         try:
@@ -226,7 +237,7 @@ class PolicyServer:
                 self._model.forget(work.result())  # the client has not received the response, so it is not trained on
 
     async def _answer(self, chat: ChatRequest) -> Responses:
-        """Generate the response. Raises Refusal if the model cannot continue the conversation."""
+        """Generate the responses to a request. Raises Refusal if the model cannot continue the conversation."""
 
         def message(response: Experience) -> dict[str, Any]:
             text, number = _content(response, chat), _number(response)
@@ -261,9 +272,9 @@ class PolicyServer:
     async def _stream(
         self, request: web.Request, chat: ChatRequest, session: RunSession, work: "asyncio.Task[Responses]"
     ) -> web.StreamResponse:
-        """Stream a response. Keep-alive comments are sent while the response is generated."""
+        """Stream a response. Until it is generated, keep-alive comments are sent."""
         await asyncio.wait([work], timeout=KEEPALIVE_SECONDS)
-        if work.done():  # before the headers are sent an error can still set the status
+        if work.done():  # before the headers are sent, an error can still set the status
             await self._of_session(session, work)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
@@ -302,7 +313,10 @@ class PolicyServer:
         return Answer(dict(call.answer()), call.completion.finish_reason, tokens, logprobs)
 
     def _session_of(self, request: web.Request) -> RunSession:
-        """Return the session of a request. Raises Refusal if the key is not valid or the session is unknown."""
+        """Return the session of a request.
+
+        Raises Refusal if the API key is not valid or the session is unknown.
+        """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         in_url, in_header = request.match_info.get("session"), request.headers.get(SESSION_HEADER)
@@ -344,7 +358,7 @@ class PolicyServer:
 
 
 def _content(response: Experience, chat: ChatRequest) -> str:
-    """Return the response text up to its stop string."""
+    """Return the text of a response up to the stop string."""
     text, stop = response.response_text or "", chat.options.get("stop") or []
     if response.finish_reason == "stop":
         for end in [stop] if isinstance(stop, str) else stop:

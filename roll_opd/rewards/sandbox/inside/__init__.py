@@ -1,4 +1,4 @@
-"""Code that runs inside a sandbox; imports only the standard library.
+"""Code that runs inside a sandbox; it imports only the standard library.
 
-The sandbox has this directory as the package `inside`, so imports are relative.
+In the sandbox, this directory is the package `inside`, so imports are relative.
 """

@@ -1,4 +1,4 @@
-"""Child process that runs a program: resource limits, namespace, report."""
+"""Child process that runs a program: its resource limits, its module and its report."""
 
 import __future__
 
@@ -38,8 +38,10 @@ FUTURE = functools.reduce(
 
 
 def load_module() -> types.ModuleType:
-    """Return the module in which programs run, with the names of the prelude defined. It is created once, before
-    forking: if each child defined the names itself, each would have its own copy in memory.
+    """Return the module in which programs run.
+
+    The names of the prelude are defined in it. The module is created once, before forking. If each child defined the
+    names itself, each would have its own copy of them in memory.
     """
     module = types.ModuleType("__main__")
     exec(PRELUDE, module.__dict__)
@@ -48,7 +50,7 @@ def load_module() -> types.ModuleType:
 
 
 def confine(limits: dict[str, int]) -> None:
-    """Set the resource limits of this process and its children."""
+    """Set the resource limits of this process and of its children."""
     memory, disk, cpu = limits["memory_mb"] << 20, limits["disk_mb"] << 20, limits["cpu_seconds"]
     for what, soft, hard in (
         (resource.RLIMIT_CORE, 0, 0),
@@ -74,10 +76,10 @@ def play(
     exit: Callable[[int], NoReturn] = os._exit,
     write: Callable[..., int] = os.write,
 ) -> NoReturn:
-    """Run the code `before` and the program in `module`, and then the check; never returns.
+    """Run the code `before`, then the program and then the check; never return.
 
-    If there is a check, the program runs as an imported module. Code under `__name__ == "__main__"`, which could wait
-    for input, is then not run.
+    If there is a check, the program runs as an imported module. Code under `__name__ == "__main__"` is then not run,
+    because it could wait for input.
     """
     confine(limits)
     random.seed(0)
@@ -120,9 +122,9 @@ def play(
 
 
 def plain(value: object, depth: int = 0) -> list[object] | bool | None:
-    """Encode a value as JSON types, with a letter for its type; return [] for an unsupported value.
+    """Encode a value as JSON types, with a letter for its type.
 
-    comparison.py decodes the result.
+    The result is [] if the type of the value is not supported. `read_value` in comparison.py decodes the result.
     """
     if depth > 100:
         return []

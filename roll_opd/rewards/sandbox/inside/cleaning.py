@@ -1,4 +1,4 @@
-"""Pipes of a case, and the cleanup after the case: kill its processes and remove its files."""
+"""Pipes of a case, and the cleanup after a case: kill its processes and remove its files."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def read_exactly(end: int, count: int) -> bytes:
-    """Read `count` bytes, fewer at the end of the pipe."""
+    """Read `count` bytes from a pipe, or fewer if the pipe ends before."""
     parts = bytearray()
     while len(parts) < count:
         part = os.read(end, min(count - len(parts), 1 << 20))
@@ -25,7 +25,7 @@ def write_all(end: int, data: bytes, write: Callable[..., int] = os.write) -> No
 
 
 def feed_some(end: int, data: bytes) -> bytes:
-    """Write a part of `data` without blocking, and return the rest.
+    """Write a part of the data to a pipe without blocking; return the rest of the data.
 
     The rest is empty if the reader has closed the pipe.
     """
@@ -38,9 +38,9 @@ def feed_some(end: int, data: bytes) -> bytes:
 
 
 def drain(end: int, into: bytearray, room: int) -> bool:
-    """Read the available data into `into`; return False at the end of the pipe.
+    """Append the available data of a pipe to `into`; return False at the end of the pipe.
 
-    At most one byte more than `room` is read. The additional byte marks an overflow.
+    `into` gets at most one byte more than `room`. This byte shows that there is too much data.
     """
     while len(into) <= room:
         try:
@@ -54,7 +54,7 @@ def drain(end: int, into: bytearray, room: int) -> bool:
 
 
 def close(end: int) -> None:
-    """Close a pipe, which may already be closed."""
+    """Close a pipe; do nothing if it is already closed."""
     with suppress(OSError):
         os.close(end)
 
@@ -64,7 +64,10 @@ SHARED_MEMORY = "/dev/shm"
 
 
 def kill_all(child: int | None = None) -> None:
-    """Kill and reap all other processes."""
+    """Kill and reap all processes of the case.
+
+    In a sandbox, these are all processes except this one.
+    """
     if IS_INIT:
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -88,8 +91,9 @@ def kill_all(child: int | None = None) -> None:
 
 
 def empty(directory: str) -> None:
-    """Remove the files of a case in its directory and, in a sandbox, in shared memory. If it raises OSError, the
-    sandbox must not be reused.
+    """Remove the files of a case from its directory and, in a sandbox, from shared memory.
+
+    If this raises OSError, the sandbox must not be reused.
     """
     for place in (directory, SHARED_MEMORY) if IS_INIT else (directory,):
         os.chmod(place, 0o700)
@@ -108,7 +112,7 @@ def empty(directory: str) -> None:
 def _remove_content(top: int) -> None:
     """Remove the content of a directory.
 
-    A tree can be too deep for paths and for recursion. Therefore nested directories are first moved to the top.
+    A tree can be too deep for paths and for recursion. Nested directories are therefore moved to the top first.
     """
     while names := os.listdir(top):
         for name in names:
@@ -128,7 +132,10 @@ def _remove_content(top: int) -> None:
 
 
 def _is_directory(name: str, parent: int) -> bool:
-    """Return whether an entry is a directory. If it is a directory, make it accessible first."""
+    """Return whether an entry is a directory.
+
+    A directory is made accessible, so that its content can be removed.
+    """
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         return False
     os.chmod(name, 0o700, dir_fd=parent)

@@ -1,11 +1,11 @@
-"""Supervisor, the first process inside a sandbox: runs test cases in forked children and reports their outcome.
+"""Supervisor, the first process in a sandbox: it runs test cases in forked children and reports their outcome.
 
-The supervisor does not grade. It gets a program, the input of the program and a check without expected values, and
-returns the output, the exit status and the values that the check recorded.
+The supervisor does not grade. Its input is a program, the input of the program, and a check without expected values. It
+returns the output, the exit status, and the values that the check recorded.
 
 The supervisor has no secrets, and its two pipes are not open in a child. It is the first process of its pid namespace,
-so processes inside the namespace cannot kill it. It is not dumpable, so its memory and files cannot be opened through
-/proc.
+so other processes of the namespace cannot kill it. It is not dumpable, so its memory and its files cannot be opened
+through /proc.
 """
 
 import ctypes
@@ -28,7 +28,12 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main(directory: str, *packages: str) -> None:
-    """Serve requests on stdin and stdout until they close; programs import from the directories `packages`."""
+    """Serve requests on stdin and stdout until these are closed.
+
+    Args:
+        directory: the work directory.
+        packages: directories from which programs may import.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler would make the first process killable
     libc = ctypes.CDLL(None)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
@@ -48,7 +53,10 @@ def main(directory: str, *packages: str) -> None:
 
 
 def serve(requests: int, replies: int, directory: str) -> None:
-    """Run requested cases in `directory` until the pipe closes; remove the files of each case after it."""
+    """Run the requested cases in a directory until the pipe is closed.
+
+    The files of each case are removed after the case.
+    """
     module = load_module()
     gc.freeze()  # keeps garbage collection in a child from copying pages
     write_frames(replies, READY)
@@ -63,7 +71,10 @@ def serve(requests: int, replies: int, directory: str) -> None:
 
 
 def run(request: dict[str, Any], module: types.ModuleType, directory: str, requests: int) -> tuple[Any, ...]:
-    """Run one case; return (wait status or None if killed, reason, stdout, report)."""
+    """Run one case; return (wait status, reason, stdout, report).
+
+    The wait status is None if the child was killed.
+    """
     limits = request["limits"]
     stdin = request["stdin"].encode("utf-8", "surrogatepass")
     (input_end, feed), (out, output_end), (seen, report_end) = os.pipe(), os.pipe(), os.pipe()

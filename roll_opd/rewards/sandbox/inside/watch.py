@@ -1,4 +1,4 @@
-"""Monitor of one case: feeds its input, reads its output, and enforces limits."""
+"""Monitor of one case: it feeds the input, reads the output and enforces the limits."""
 
 import os
 import select
@@ -14,15 +14,16 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # clock ticks per second of CPU time
 
 
 class WorkerGone(Exception):
-    """The requesting worker has closed its pipe."""
+    """The worker that sent the request has closed its pipe."""
 
 
 def watch(
     child: int, limits: dict[str, int], directory: str, stdin: bytes, feed: int, out: int, seen: int, requests: int
 ) -> tuple[int | None, str, bytes, bytes]:
-    """Feed and drain the child until it ends or exceeds a limit, then kill all processes of the case.
+    """Wait until the child ends or exceeds a limit, and then kill all processes of the case.
 
-    Returns (wait status or None if killed, reason, stdout, report).
+    Until then, the child gets its input, and its output is read. Returns (wait status, reason, stdout, report). The
+    wait status is None if the child was killed.
     """
     started = time.monotonic()
     room = {out: limits["output_mb"] << 20, seen: REPORT_BYTES}
@@ -72,9 +73,9 @@ def watch(
 
 
 def is_late(child: int, seconds: float, wall_seconds: float) -> bool:
-    """Return whether the wall time is exceeded.
+    """Return whether a case has exceeded its wall time.
 
-    The time in which the child waits for a CPU does not count. However, the total time is limited to `PATIENCE` times
+    The time in which the child waits for a CPU does not count. However, the total time must not exceed `PATIENCE` times
     the wall time.
     """
     if seconds <= wall_seconds:
@@ -90,8 +91,8 @@ def is_late(child: int, seconds: float, wall_seconds: float) -> bool:
 def broken_limit(limits: dict[str, int], directory: str) -> str | None:
     """Return the limit that all processes of the case together exceed, or None.
 
-    This is checked here because kernel limits apply per process, RLIMIT_NPROC does not apply to root, and no kernel
-    limit bounds the number of files.
+    This is checked here, because the kernel does not enforce such limits. Its limits apply per process, RLIMIT_NPROC
+    does not apply to root, and no limit bounds the number of files.
     """
     if not IS_INIT:
         return None
@@ -116,7 +117,10 @@ def broken_limit(limits: dict[str, int], directory: str) -> str | None:
 
 
 def usage(pid: str) -> tuple[int, int, int]:
-    """Return (threads, resident pages, CPU ticks) of a process, including its reaped children."""
+    """Return (threads, resident pages, CPU ticks) of a process.
+
+    The CPU ticks include those of its reaped children.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # from field 3 of proc_pid_stat(5)
