@@ -1,16 +1,18 @@
 """Published claims, measured: every claim is a directory of examples/claims; docs/evidence.md shows the results.
 
-    python benchmarks/claims.py [NAME ...] [--seeds 1 2 3] [--task threes] [--engine loop] [--arms ARM ...]
-        [--resume] [--output DIR]
+    python benchmarks/claims.py [NAME ...] [--seeds 1 2 3] [--again 4 5 6] [--task threes] [--engine loop]
+        [--arms ARM ...] [--resume] [--output DIR]
 
 Writes NAME.json and NAME.svg, with every run that was started, into the output directory (default
 benchmarks/results/claims). Files of another task or engine have its name behind the claim's. The engine `loop` trains
-in this process, `session` in the processes of a run. The exit code is 1 if an inequality of a claim does not hold.
+in this process, `session` in the processes of a run. A claim is judged with `--seeds`, and again with `--again`. The
+exit code is 1 if a verdict with `--seeds` differs from the published one.
 """
 
 import argparse
 import importlib
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pipeline_run import REPOSITORY, machine
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names())}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--again", type=int, nargs="*", default=[], help="other seeds, judged separately")
     parser.add_argument("--task", default="threes", help="of examples/claims/make_chains.py (%(default)s)")
     parser.add_argument("--engine", choices=("loop", "session"), default="loop")
     parser.add_argument("--resume", action="store_true", help="keep the finished runs of the result file")
@@ -53,13 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(name: str, options: argparse.Namespace) -> bool:
-    """Run the arms of a claim with all seeds and write its files; return whether the claim holds."""
+    """Run the arms of a claim with all seeds and write its files; return whether its verdict is the published one."""
     from lab import train
     from make_chains import TASKS
 
     claim = importlib.import_module(name)
     arms = {arm: claim.ARMS[arm] for arm in options.arms or claim.ARMS}
-    started = [{"arm": arm, "seed": seed} for seed in options.seeds for arm in arms]
+    started = [
+        {"arm": arm, "seed": seed}
+        for number, seed in enumerate([*options.seeds, *options.again])
+        for arm in arms
+        if arms[arm].seeds is None or number < arms[arm].seeds
+    ]
     result: dict[str, Any] = {
         "claim": (claim.__doc__ or "").splitlines()[0],
         "task": options.task,
@@ -67,12 +76,15 @@ def measure(name: str, options: argparse.Namespace) -> bool:
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
+        "seeds": options.seeds,
         "started": started,
-        "arms": {arm: {"length": a.length, "steps": a.steps, "bar": a.bar} for arm, a in arms.items()},
+        "arms": {arm: settings(arms[arm]) for arm in arms},
         "runs": [],
     }
     options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / f"{'-'.join([name, *suffixes(options)])}.json"
+    file = f"{'-'.join([name, *suffixes(options)])}.json"
+    published = json.loads((RESULTS / file).read_text(encoding="utf-8")) if (RESULTS / file).is_file() else {}
+    file = options.output / file
     kept = finished(file) if options.resume else {}
     with tempfile.TemporaryDirectory(prefix="claims-") as directory, engine_of(options, Path(directory)) as engine:
         for number, one in enumerate(started):
@@ -83,15 +95,34 @@ def measure(name: str, options: argparse.Namespace) -> bool:
                 result["runs"][number] = asdict(run) | {"commit": result["commit"]}
                 write(file, result)
             print(f"{run.arm}, seed {run.seed}: {json.dumps(run.curve[-1])}, {run.seconds} s", flush=True)
-    runs = Runs(result["runs"], {arm: a.bar for arm, a in arms.items()})
-    print(table(runs))
+    bars = {arm: a.bar for arm, a in arms.items()}
+    print(table(Runs(result["runs"], bars)))
     if not options.arms:
-        result["figures"] = claim.figures(runs)
-        result["holds"] = claim.holds(result["figures"])
-        file.with_suffix(".svg").write_text(plot(runs, claim.PANELS), encoding="utf-8")
+        result |= judged(claim, result, bars)
+        file.with_suffix(".svg").write_text(plot(Runs(result["runs"], bars), claim.PANELS), encoding="utf-8")
         print("\n".join(f"{'holds' if value else 'DOES NOT HOLD'}: {text}" for text, value in result["holds"].items()))
+    result["seconds"] = round(sum(run["seconds"] for run in result["runs"]), 1)
+    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     write(file, result)
-    return all(result.get("holds", {}).values())
+    return result.get("holds") == published.get("holds", result.get("holds"))
+
+
+def settings(arm: Any) -> dict[str, Any]:
+    """Return the fields of an arm that are numbers."""
+    return {field: value for field, value in vars(arm).items() if isinstance(value, int | float)}
+
+
+def judged(claim: ModuleType, result: dict[str, Any], bars: dict[str, float]) -> dict[str, Any]:
+    """Return the figures and verdicts of a claim, with the first seeds and, if there are any, with the others."""
+    found: dict[str, Any] = {}
+    for ending, first in (("", True), ("_again", False)):
+        # arms of a search have no runs with the other seeds, and count in both
+        searched = {arm for arm, values in result["arms"].items() if "seeds" in values}
+        chosen = [run for run in result["runs"] if (run["seed"] in result["seeds"]) == first or run["arm"] in searched]
+        if {run["seed"] for run in chosen} - (set() if first else set(result["seeds"])):
+            found[f"figures{ending}"] = claim.figures(Runs(chosen, bars))
+            found[f"holds{ending}"] = claim.holds(found[f"figures{ending}"])
+    return found
 
 
 def finished(file: Path) -> dict[tuple[str, int], dict[str, Any]]:

@@ -25,7 +25,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -66,13 +66,24 @@ class Task:
     plus: int
     remainder: int
     seed: int
+    alphabet: str = "0123456789"  # of questions and answers
 
     def total(self, digits: Sequence[int]) -> int:
         """Return the sum that follows the digits, before it wraps."""
         return digits[-1] + self.plus + digits[-GIVEN] % self.remainder
 
+    def write(self, digits: Sequence[int]) -> str:
+        """Return digits in the alphabet of the task."""
+        return "".join(self.alphabet[digit] for digit in digits)
+
 
 TASKS = {task.name: task for task in (Task("threes", 3, 4, seed=1), Task("twos", 2, 5, seed=2))}
+
+
+def second(task: Task) -> Task:
+    """Return the other rule in letters, a second skill whose questions a model can tell from the first."""
+    (other,) = (other for other in TASKS.values() if other.name != task.name)
+    return replace(other, name=f"{other.name} in letters", alphabet="abcdefghij")
 
 
 def chain(task: Task, length: int, rng: random.Random, wraps_known: bool = True) -> tuple[str, str]:
@@ -82,27 +93,31 @@ def chain(task: Task, length: int, rng: random.Random, wraps_known: bool = True)
         total = task.total(digits)
         guessed = total >= MODULUS and not wraps_known
         digits.append(rng.randrange(MODULUS) if guessed else total % MODULUS)
-    text = "".join(map(str, digits))
-    return text[:GIVEN], text[GIVEN:]
+    return task.write(digits[:GIVEN]), task.write(digits[GIVEN:])
 
 
 def right_answer(task: Task, question: str, length: int) -> str:
     """Return the answer of `length` digits to a question."""
-    digits = [int(digit) for digit in question]
+    digits = [task.alphabet.index(letter) for letter in question]
     for _ in range(length):
         digits.append(task.total(digits) % MODULUS)
-    return "".join(map(str, digits[GIVEN:]))
+    return task.write(digits[GIVEN:])
 
 
-def questions(count: int, seed: int) -> list[str]:
+def questions(task: Task, count: int, seed: int) -> list[str]:
     """Return `count` random questions for training."""
     rng = random.Random(seed)
-    return [f"{rng.choice(TRAINED):0{GIVEN}}" for _ in range(count)]
+    return [written(task, rng.choice(TRAINED)) for _ in range(count)]
 
 
-def held_out_questions() -> list[str]:
+def held_out_questions(task: Task) -> list[str]:
     """Return the questions for validation, which `questions` never returns."""
-    return [f"{number:0{GIVEN}}" for number in HELD_OUT]
+    return [written(task, number) for number in HELD_OUT]
+
+
+def written(task: Task, number: int) -> str:
+    """Return the question with the digits of a number."""
+    return task.write([int(digit) for digit in f"{number:0{GIVEN}}"])
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
@@ -152,7 +167,7 @@ def make(task: Task, output: Path) -> None:
 def write_rows(task: Task, length: int, count: int, seed: int, path: Path) -> None:
     """Write `count` rows in ROLL's format, for a run from a configuration."""
     lines = []
-    for number, question in enumerate(questions(count, seed)):
+    for number, question in enumerate(questions(task, count, seed)):
         messages = json.dumps([{"role": "user", "content": question}])
         row = {"id": f"{task.name}-{number}", "tag": task.name, "messages": messages, "difficulty": length}
         lines.append(json.dumps(row | {"ground_truth": right_answer(task, question, length)}) + "\n")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from lab import ANSWERS, QUESTIONS, Signal
+from lab import ANSWERS, SAMPLES, Signal
 from make_chains import LONGEST, TASKS, write_rows
 
 import roll_opd
@@ -20,7 +20,7 @@ CONFIG = {
     "max_steps": 100_000,  # steps are made by the claim
     "save_steps": 0,
     "eval_steps": 0,
-    "rollout_batch_size": QUESTIONS,
+    "rollout_batch_size": SAMPLES // ANSWERS,
     "num_return_sequences_in_group": ANSWERS,
     "prompt_length": 8,
     "response_length": LONGEST,  # each arm has its length
@@ -30,7 +30,7 @@ CONFIG = {
         "training_args": {
             "learning_rate": 1.0e-3,
             "weight_decay": 0,
-            "per_device_train_batch_size": QUESTIONS * ANSWERS,
+            "per_device_train_batch_size": SAMPLES,
             "adam_beta1": 0.9,
             "adam_beta2": 0.95,
         },

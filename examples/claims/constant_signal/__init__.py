@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from statistics import median
 
 import numpy as np
-from lab import Arm, Signal
-from results import Runs
+from lab import Arm, Signal, on_policy
+from results import Panel, Runs
 
 LENGTH, STEPS = 8, 150  # OPD needs 90 to 144 (dense_beats_sparse)
 HALF = float(np.log(0.5))
@@ -22,8 +22,8 @@ def student_unlikely(student: np.ndarray, scored: np.ndarray, rewards: np.ndarra
 
 
 SIGNALS: dict[str, Signal] = {"-1": constant, "-1, student unlikely": student_unlikely}
-ARMS = {name: Arm(signal, LENGTH, STEPS) for name, signal in SIGNALS.items()}
-PANELS = {f"chains of {LENGTH}": tuple(ARMS)}
+ARMS = {name: Arm(on_policy(signal), STEPS, LENGTH) for name, signal in SIGNALS.items()}
+PANELS = {f"chains of {LENGTH}": Panel(tuple(ARMS))}
 
 
 def figures(runs: Runs) -> dict[str, float]:

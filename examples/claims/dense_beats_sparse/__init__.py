@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from statistics import median
 
-from lab import Arm, reward, teacher
-from results import Runs
+from lab import Arm, on_policy, reward, teacher
+from results import Panel, Runs
 
 LENGTHS = (4, 8)
 RATES = {"": 2e-3, ", rate 5e-4": 5e-4}  # of GRPO; OPD has the first
@@ -12,11 +12,13 @@ ARMS = {
     name: arm
     for length in LENGTHS
     for name, arm in {
-        f"OPD {length}": Arm(teacher, length, steps=300),
-        **{f"GRPO {length}{name}": Arm(reward, length, 500, learning_rate=rate) for name, rate in RATES.items()},
+        f"OPD {length}": Arm(on_policy(teacher), 300, length),
+        **{f"GRPO {length}{n}": Arm(on_policy(reward), 500, length, learning_rate=rate) for n, rate in RATES.items()},
     }.items()
 }
-PANELS = {f"chains of {length}": tuple(arm for arm in ARMS if f" {length}" in arm.split(",")[0]) for length in LENGTHS}
+PANELS = {
+    f"chains of {length}": Panel(tuple(arm for arm in ARMS if f" {length}" in arm.split(",")[0])) for length in LENGTHS
+}
 
 
 def figures(runs: Runs) -> dict[str, float]:
