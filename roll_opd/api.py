@@ -126,7 +126,7 @@ class Teacher:
 
 
 class Student:
-    """The model that learns."""
+    """The model that is trained."""
 
     def __init__(self, session: "Session") -> None:
         self._session = session

@@ -97,7 +97,8 @@ class RolloutWorker(BucketHost):
     async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
         """Load a part of the weights.
 
-        `last` marks the last part. After it, the engine checks that no weight is missing, and resumes its requests.
+        `last` marks the last part. After the last part, the engine checks that no weight is missing, and resumes its
+        requests.
         """
         await self._engine.load_weights(info)
         if last:

@@ -64,8 +64,8 @@ class SamplingSession:
     """Sends requests to the engines and receives their completions.
 
     Consecutive requests to the same engine are sent as one batch. The completions of a batch arrive in the order in
-    which they finish. Those of a short interval arrive together. If `chunk` completions finish earlier, they arrive
-    immediately.
+    which they finish. Completions that finish within a short interval arrive together. If `chunk` completions finish
+    earlier, they arrive immediately.
     """
 
     def __init__(self, sampler: Sampler, chunk: int | None = None, *, alone: bool = False) -> None:

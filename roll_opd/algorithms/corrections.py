@@ -104,7 +104,7 @@ def difference_within(
 
 
 def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
-    """Return a mask, bool [M], that excludes negative advantages in sequences that are unlikely in training.
+    """Return a mask, bool [M], without the negative advantages of sequences that are unlikely in training.
 
     A token is excluded if its advantage is negative and the mean of log(p_infer / p_train) over its sequence is above
     `delta`. Negative advantages in such sequences are harmful. DeepSeek-V3.2, arXiv 2512.02556.

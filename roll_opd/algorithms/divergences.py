@@ -95,7 +95,7 @@ def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) 
 
     Args:
         student_ML: the student's log-probs of K different tokens, followed by the log-prob of the bucket; L = K + 1.
-            The log-prob of the bucket must be computed as a sum over its tokens, because log(1 - Σp) loses all digits
+            Compute the log-prob of the bucket as a sum over its tokens. The formula log(1 - Σp) would lose all digits
             if the K tokens have nearly all of the probability.
         teacher_ML: the teacher's log-probs of the same columns.
     """

@@ -1,4 +1,4 @@
-"""Filters of groups by their rewards, and ROLL's masks and weights of samples.
+"""Filters that keep or drop a group by its rewards, and ROLL's masks and weights of single samples.
 
 Legend: B samples. Samples of one prompt share a group.
 """

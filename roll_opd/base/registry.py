@@ -200,7 +200,7 @@ def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.P
     """Return the arguments of `part` that a configuration can set.
 
     Args:
-        given_by_us: number of arguments that the caller passes. These first arguments are left out.
+        given_by_us: number of leading arguments that the caller passes. They are left out.
 
     Raises:
         ValueError: if the part has no signature, such as a function written in C.

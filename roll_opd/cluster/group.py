@@ -116,7 +116,7 @@ class ActorGroup:
             raise ProcessDied(self.names[actor], error) from error
 
     def end(self) -> None:
-        """Kill all actors. They get no request to exit, because an exit takes seconds."""
+        """Kill all actors. They are killed without a request to exit, because an exit takes seconds."""
         _GROUPS.discard(self)
         for actor in self.actors:
             ray.kill(actor)

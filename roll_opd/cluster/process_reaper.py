@@ -52,7 +52,7 @@ class Reaper:
         self._send(KEEP, directory, within)
 
     def remove_if_empty(self, directory: Path) -> None:
-        """Register a directory that the reaper removes at the end if the directory is empty at that time."""
+        """Register a directory. The reaper removes the directory at the end, provided that it is empty then."""
         self._send(IF_EMPTY, directory, "")
 
     def _send(self, what: str, directory: Path, within: str) -> None:

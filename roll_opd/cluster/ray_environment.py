@@ -80,8 +80,8 @@ def torch_variables() -> dict[str, str]:
 def use_interface_of(address: str) -> None:
     """Make gloo and vLLM use the network interface of `address`, unless the user has set an interface.
 
-    Otherwise these libraries use the address to which the host name resolves, which is often 127.0.0.1, or the default
-    route, which may not exist.
+    Otherwise these libraries use the address to which the host name resolves, or the default route. The address is
+    often 127.0.0.1, and the default route may not exist.
     """
     os.environ.setdefault("VLLM_HOST_IP", address)
     for name, addresses in psutil.net_if_addrs().items():

@@ -93,8 +93,8 @@ def watchdog(
             is called again at intervals that double.
         end: called once with the open waits after `limit` seconds without progress.
         progress: returns a value that changes while a long call makes progress.
-        is_on: returns whether waits count. Waits do not count during the start and the end of a run, because these have
-            separate time limits.
+        is_on: returns whether waits are counted. Waits do not count during the start and the end of a run, because
+            these have separate time limits.
     """
     done = threading.Event()
     first = min(patience, limit or patience)

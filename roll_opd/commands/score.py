@@ -223,7 +223,7 @@ def _check_rows(path: Path, info: ModelInfo, scored: int, diagnostics: Diagnosti
         diagnostics.error("--input", f"{path} cannot be read: {error}")
         return
     if bad > ROWS_NAMED:
-        diagnostics.error("--input", f"{bad - ROWS_NAMED} more rows of {rows} are bad")
+        diagnostics.error("--input", f"{bad - ROWS_NAMED} more of the {rows} rows are bad")
     if not rows:
         diagnostics.error("--input", f"{path} has no rows")
 

@@ -82,7 +82,7 @@ class RewardPlan(RewardKeys):
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the reward is a weighted sum. It is not if there is a single term with weight 1."""
+        """Whether the reward is a weighted sum; false for a single term with weight 1."""
         return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
 
     def accepts(self, tag: str) -> bool:

@@ -38,7 +38,7 @@ def check_coverage(
     *,
     scored_by_workflow: bool = False,
 ) -> None:
-    """Check that every tag has a teacher and a reward, and that every row has the ground truth that it needs.
+    """Check that every tag has a teacher and a reward, and that every row has the ground truth for its reward.
 
     Raises a `DataError` that lists all faults.
 
@@ -57,7 +57,7 @@ def check_coverage(
     wrong = []
     if teachers:
         wrong += [
-            f"no teacher has tag {tag!r} of the training data in its tag_included; add the tag to a"
+            f"no teacher accepts tag {tag!r} of the training data; add the tag to a"
             " tag_included, or remove the rows with this tag"
             for tag in training
             if not any(teacher.accepts(tag) for teacher in teachers)
@@ -99,7 +99,7 @@ def _unrewarded(
         worker = next((worker for worker in workers if worker in needing_truth), None)
         if not workers:
             wrong.append(
-                f"no reward has tag {tag!r} of the {name} data in its tag_included; add the tag to a"
+                f"no reward accepts tag {tag!r} of the {name} data; add the tag to a"
                 " tag_included, or remove the rows with this tag"
             )
         elif worker and rows.unanswered:

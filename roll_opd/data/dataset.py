@@ -206,8 +206,8 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
     Only the first `plan.limit` rows are used. `plan.on_long_prompt` sets whether a row with more than
     `plan.prompt_length` tokens is dropped or refused. `plan.on_bad_row` sets this for all other unusable rows.
 
-    Raises `DataError` in these cases: a row is refused, a file is missing, a template is unknown or missing, no row is
-    usable, or a stream with a positive weight has no prompt.
+    Raises `DataError` if a row is refused, a file is missing, a template is unknown or missing, no row is usable, or a
+    stream with a positive weight has no prompt.
     """
     for template in (plan.template, *plan.tag_templates.values()):
         if template not in TEMPLATES:

@@ -3,9 +3,9 @@
 Each position has k token ids, and k log-probs in descending order. A token id is packed into ceil(log2 d) bits, where d
 is the size of the vocabulary.
 
-The first `exact_k` log-probs are stored as floats. Each of the others is the sum of a polynomial of its rank and a
-quantised residual. The residuals are stored in bins. With delta encoding, these floats and sums are the differences
-between neighbouring log-probs.
+The first `exact_k` log-probs are stored as floats. Each of the other log-probs is the sum of a polynomial of its rank
+and a quantised residual. The residuals are stored in bins. With delta encoding, these floats and sums are the
+differences between neighbouring log-probs.
 
 These parameters are in the file `compression_config.yaml` in the directory of the parquet files.
 

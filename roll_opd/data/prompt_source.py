@@ -206,7 +206,7 @@ class PromptSource:
 class MixedSource(PromptSource):
     """A stream of prompts, together with a stream of demonstrations (rows with answers).
 
-    Both have their own order and position.
+    The two streams have separate orders and separate positions.
     """
 
     def __init__(self, prompts: PromptSet, demonstrations: PromptSet, seed: int) -> None:
@@ -310,8 +310,8 @@ class EnvironmentSource:
         own = self.state_dict()
         if state.keys() - {RULES, PASSED} != own.keys() - {RULES}:
             raise DataError(
-                "the position in the data was saved by a run over prompts and not by a run in environments; resume"
-                " that run, or start a new one"
+                "the saved position in the data is that of a run over prompts, but this run plays environments; resume"
+                " with the configuration of the saved run, or start a new run"
             )
         for name, key in (("environments", "train_env_manager"), ("seed", "seed")):
             if state[name] != own[name]:

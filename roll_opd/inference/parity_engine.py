@@ -15,7 +15,10 @@ from roll_opd.inference.vllm_engine import InferenceEngine
 
 
 async def write_parity(model: str, dtype: Dtype, sequences: list[list[int]], directory: Path) -> None:
-    """Write `logprobs.npz`. It maps the number of each sequence of T tokens to its log-probs, f32 [T-1]."""
+    """Compute the log-probs of the sequences, and write them to `logprobs.npz` in the directory.
+
+    The file has one array per sequence, f32 [T-1] for T tokens. The key of an array is the index of the sequence.
+    """
     longest = max(map(len, sequences)) + 1
     engine = await InferenceEngine.start(ModelPlan(model, dtype), max_model_len=longest, seed=0)
     found: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Fused weight gradients, gradient norm and AdamW on GPUs without Apex or Transformer Engine.
 
-The fused versions consist of torch operations. If Apex and Transformer Engine are not installed, Megatron's own
-versions need more: two more passes over memory per weight gradient, one synchronisation per parameter for the gradient
-norm, and about ten passes for AdamW.
+The fused versions consist of torch operations. Without Apex and Transformer Engine, Megatron's own versions are slower:
+a weight gradient takes two more passes over memory, the gradient norm takes one synchronisation per parameter, and
+AdamW takes about ten passes.
 """
 
 from collections.abc import Sequence

@@ -119,7 +119,7 @@ def _local_layer(config: TransformerConfig, number: int, experts: int | None, ex
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
     """Return whether layers of `dtype` come from Transformer Engine.
 
-    They do on a GPU, unless `dtype` is f32, or Transformer Engine is not installed or is disabled.
+    This is the case on a GPU if Transformer Engine is installed and not disabled, and `dtype` is not f32.
     """
     is_enabled = os.environ.get(TRANSFORMER_ENGINE) != "0"
     return is_enabled and dtype is not torch.float32 and torch.cuda.is_available() and transformer_engine_installed()

@@ -119,7 +119,7 @@ class MegatronLearner(MegatronEngine):
             loss: returns (part of the loss, report) for a micro-batch. The part is already divided by the global count.
                 The report contains lists with one entry per sequence, and a dict of tensors, `sums`. The loss itself is
                 `sums["weighted_loss"]`.
-            group_size: this many consecutive samples stay in one micro-batch.
+            group_size: number of consecutive samples that stay together in one micro-batch.
             assigned: micro-batches, as lists of indices of `samples`. If it is given, `samples` are only this rank's
                 shard.
         """

@@ -77,8 +77,8 @@ def disable_cudnn_attention() -> None:
     On Hopper, torch prefers cuDNN's attention in bf16, but cuDNN builds a plan for every new pack shape. On an H100,
     building a plan takes 0.1 to 1.9 s, while flash attention takes 1 ms.
 
-    Importing vLLM also disables cuDNN's attention. Without this function, a process that imports vLLM would use a
-    different kernel than a process that does not.
+    Importing vLLM also disables cuDNN's attention. Without this function, processes with vLLM and processes without
+    vLLM would use different kernels.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -69,7 +69,7 @@ def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False, factor: f
 
     Args:
         freqs: f32 [N, 1, 1, D].
-        interleaved: in `t_NHD`, the two elements of a pair are adjacent.
+        interleaved: whether the two elements of a pair are adjacent in `t_NHD`.
         factor: must be the same in all calls with the same `freqs`.
     """
     if interleaved:

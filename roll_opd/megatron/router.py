@@ -65,7 +65,7 @@ class PackedRouter(TopKRouter):
 
     The z-loss is a mean over tokens. The balancing loss is computed for each micro-batch, over all tensor and context
     ranks, and weighted by the number of tokens of the micro-batch. It is E · Σ_e f_e · P_e (Fedus et al. 2022), where
-    f_e is the fraction of the choices that are expert e.
+    f_e is the fraction of choices that select expert e.
     """
 
     counts_E: Tensor | int = 0  # tokens per expert in this update, on this rank
@@ -90,7 +90,7 @@ class PackedRouter(TopKRouter):
         return F.linear(input.to(dtype), self.weight.to(dtype), bias_E)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Return `logits` unchanged. In backward, the gradient of the z-loss is added to theirs.
+        """Return `logits` unchanged. In backward, the gradient of the z-loss is added to the gradient of the logits.
 
         The z-loss is the mean of (log Σ exp logits)².
         """

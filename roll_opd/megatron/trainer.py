@@ -61,8 +61,7 @@ class MegatronTrainer(MegatronLearner):
         - `opd_loss` (with a distillation term): divergence from the teachers, with their coefficients
         - `entropy` (with an entropy term): without its coefficient
         - `demonstration_tokens` (with demonstrations): number of their tokens
-        - `demonstration_loss` (with demonstrations): weighted sum of their -logprobs, whichever policy loss is
-          configured
+        - `demonstration_loss` (with demonstrations): weighted sum of -logprobs over their tokens, for every policy loss
 
         Tokens of demonstrations are included only in `weighted_loss`, `policy_loss` and the last two sums.
         """

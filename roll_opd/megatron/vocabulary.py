@@ -77,8 +77,8 @@ class Columns:
 
         The result is -inf if no column remains. Collective; overwrites `logits_CV`.
 
-        The remaining columns are summed directly. Their probability could also be computed as 1 minus the probability
-        of the taken columns. But if that probability is close to 1, the difference has no correct digits.
+        The remaining columns are summed directly. Their probability is not computed as 1 minus the probability of the
+        taken columns. If the taken columns have a probability close to 1, this difference would have no correct digits.
 
         `taken_CK`: column numbers, counted from this rank's first column.
         """

@@ -187,8 +187,8 @@ def spread_of(ratio: float, count: int) -> float:
     """Return the spread of a lognormal distribution, given the ratio of its largest sample to its mean.
 
     Args:
-        ratio: typical value of the largest of `count` samples, divided by the mean.
-        count: number of samples.
+        ratio: typical value of the largest sample in a set, divided by the mean of the distribution.
+        count: number of samples in the set.
 
     The largest sample is near the quantile 1 - 1 / count, which is exp(z s - s² / 2) times the mean. The result is the
     smaller root s of exp(z s - s² / 2) = ratio. The left side is at most exp(z² / 2). If the ratio is equal to this

@@ -5,10 +5,10 @@ the order of admission. A run samples one response. Each batch is scored and tra
 
 Two laws bound the result:
 
-- On disjoint devices a step takes at least max(generate, score + learn + sync), where generate is the total time of a
-  batch's runs divided by the number of slots. If no groups are sampled ahead, a step takes at least the sum generate +
+- On disjoint devices a step takes at least max(generate, score + learn + sync). Here, generate is the total time of a
+  batch's runs, divided by the number of slots. If no groups are sampled ahead, a step takes at least the sum generate +
   score + learn + sync.
-- With age bound 0 and a slot for each run, engines are busy for the fraction 1/τ of the sampling time, where τ =
+- With age bound 0 and a slot for each run, engines are busy for the fraction 1/τ of the sampling time. Here, τ =
   E[longest of the runs submitted together] / E[run].
 """
 
@@ -90,8 +90,8 @@ def simulate(pace: Pace, costs: Costs, *, runs: int, slots: int, batches: int, s
 class _Simulation:
     """The state of a simulation, with its event queues.
 
-    The ends of runs are ordered by sampled seconds. These advance as fast as the time if all slots are busy. If fewer
-    slots are busy, they may advance faster. All other events are ordered by time.
+    The ends of runs are ordered by sampled seconds. Sampled seconds pass as fast as time if all slots are busy. If
+    fewer slots are busy, they may pass faster. All other events are ordered by time.
     """
 
     def __init__(self, pace: Pace, costs: Costs, runs: int, slots: int, batches: int, seed: int) -> None:

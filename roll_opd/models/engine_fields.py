@@ -210,7 +210,7 @@ def _encoded(annotation: Any) -> Any:
 
 
 def decoded(text: Any) -> Any:
-    """Return the type that `encoded` has encoded as `text`."""
+    """Return the type for its JSON form `text`. This is the inverse of `encoded`."""
     if isinstance(text, str):
         return (_PLAIN | _CONTAINERS | {"any": Any, "...": ...})[text]
     if "of" in text:

@@ -62,9 +62,9 @@ class ModelShard:
     def parameters(self, stage: int) -> tuple[int, int]:
         """Return (dense, expert) numbers of parameters on a rank of pipeline stage `stage`.
 
-        The first stage also has the embedding. The last stage also has the head. A tied head is a copy of the
-        embedding, if it is on another stage. Every tensor rank has all routers and all down-projections of latent
-        attention.
+        The first stage also has the embedding. The last stage also has the head. If a tied head is on another stage
+        than the embedding, it is a copy of the embedding. Every tensor rank has all routers and all down-projections of
+        latent attention.
         """
         info, layout = self.info, self.layout
         each = info.experts * 3 * info.hidden * info.expert_intermediate
@@ -329,9 +329,9 @@ def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
 def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
     """Return {device: total bytes of the roles on the device}.
 
-    The total includes the weights, optimizer state and caches of all roles, including judges and auxiliary models. For
-    roles that take turns on shared devices, it includes the parts that they hold in the phase that needs the most
-    memory (see `held_together`).
+    The total includes the weights, optimizer state and caches of all roles, including judges and auxiliary models.
+    Roles that take turns on shared devices hold different parts in each phase (see `held_together`). For these roles,
+    the total is that of the phase with the largest total.
 
     Args:
         device_bytes: size of a device. If it is known, the memory of an engine is `gpu_memory_utilization` times this

@@ -188,7 +188,7 @@ def read_model(path: Path) -> ModelInfo:
 
 
 def _in_its_place(path: Path) -> str:
-    """Return what a directory without config.json contains instead, as the end of an error message."""
+    """Describe the content of a directory without config.json, as the end of an error message."""
     if not (path / "adapter_config.json").is_file():
         return "it is not a Hugging Face model directory"
     base = read_json(path / "adapter_config.json").get("base_model_name_or_path")

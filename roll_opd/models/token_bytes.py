@@ -212,7 +212,7 @@ class ByteEncoder:
 def _valid_prefix(data: bytes) -> tuple[str, int]:
     """Return (text, invalid) for the start of `data`.
 
-    The text is the longest valid text. `invalid` is the number of invalid bytes after it.
+    The text is the longest prefix that is valid UTF-8. `invalid` is the number of invalid bytes after this prefix.
     """
     try:
         return data.decode(), 0
@@ -221,7 +221,7 @@ def _valid_prefix(data: bytes) -> tuple[str, int]:
 
 
 def _inside_text(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json that preserves all bytes, and that splits a text as if other text came before it."""
+    """Return a tokenizer.json that preserves all bytes, and splits a text as if other text came before it."""
     kept = [step for step in _steps(content.get("normalizer")) if _is_space(step)]
     return {
         **content,

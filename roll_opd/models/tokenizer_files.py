@@ -70,7 +70,7 @@ def added_ids(path: Path) -> frozenset[int]:
 def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
     """Compare the student's tokenizer with the tokenizer of another model.
 
-    `name` is what messages call the other model. Raises ModelFilesError if a file cannot be read.
+    `name` is the name of the other model in messages. Raises ModelFilesError if a file cannot be read.
     """
     if student == other:
         return TokenizerComparison()

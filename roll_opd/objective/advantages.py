@@ -48,7 +48,7 @@ def external_advantages(
     normalisation; `token_reward_mean`, `token_reward_scale`, `advantage_mean` and `advantage_scale` of the two
     whitenings; and `kl_coef`.
 
-    Raises RunError if a sample has a reward neither from a reward worker nor from the workflow.
+    Raises RunError if neither a reward worker nor the workflow has given a sample a reward.
 
     Args:
         kl_coef: KL coefficient of the step.
@@ -123,7 +123,10 @@ def _normalised(samples: Sequence[Sample], uncompared: set[str], objective: Obje
 
 
 def compared_in(samples: Sequence[Sample], objective: ObjectivePlan) -> list[str]:
-    """Return, for each sample, the group in which its reward is compared: its tag, or the group of its prompt."""
+    """Return the name of the group in which each sample's reward is compared.
+
+    The name is the sample's tag if `objective.reward_groups` is "tag", and the id of the prompt's group otherwise.
+    """
     return [s.tag if objective.reward_groups == "tag" else s.group_id for s in samples]
 
 

@@ -72,8 +72,8 @@ def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_a
     The loss compares current log-probs with old log-probs. The old log-probs are computed with the weights at the
     beginning of the step, not with the weights that drew the sample. The ratio of the two therefore does not correct
     for a sample that was drawn with weights of an earlier step: such a sample needs importance weights of a correction.
-    There is one exception: if generation runs ahead of training, a sample without a reward in its advantage is allowed,
-    because the teachers' part of an advantage is computed from current log-probs.
+    There is one exception. If generation runs ahead of training, samples whose advantage contains no reward are
+    allowed, because the teachers' part of an advantage is computed from current log-probs.
 
     If a sample has no old log-probs, the loss uses the current log-probs in their place, so the ratio is 1. This is an
     error after the first update of a step.

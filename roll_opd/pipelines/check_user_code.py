@@ -20,7 +20,7 @@ from roll_opd.workflows.workflow_experience import WorkflowError
 
 
 def check_user_code(plan: RunPlan) -> None:
-    """Import every function and class that the plan names, and check the arguments that the plan gives them.
+    """Import every function and class in the plan, and check their configured arguments.
 
     Raises AlgorithmError, ConfigError, RewardError, TrackerError or WorkflowError.
     """

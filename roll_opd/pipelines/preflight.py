@@ -299,7 +299,7 @@ def _open_scored(
 
 
 def _scored(plan: RunPlan, data: DataPlan, source: FilePlan, tokenizer: PreTrainedTokenizerBase) -> ScoredSet:
-    """Open and check teacher files. Raises a DataError that lists the rows that cannot be used."""
+    """Open and check teacher files. Raises a DataError with a list of the unusable rows."""
     student, objective = Path(plan.student.model.path), plan.objective
     expected = Expected(
         vocab_size=read_model(student).vocab,

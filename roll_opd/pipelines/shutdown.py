@@ -147,10 +147,10 @@ class Ending:
 
     @contextmanager
     def _ends_in_time(self) -> Iterator[None]:
-        """Inside the block, end the process `START_UP_SECONDS` after a SIGTERM during start-up.
+        """End the process if the block takes longer than `START_UP_SECONDS` after a SIGTERM during start-up.
 
-        This happens only if the block has not ended by then. Python calls its signal handlers only in the main thread,
-        and not while C code runs. The number of the signal is always written to a pipe, from which a thread reads it.
+        Python calls its signal handlers only in the main thread, and not while C code runs. The number of the signal is
+        always written to a pipe, from which a thread reads it.
         """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)

@@ -129,8 +129,8 @@ async def teacher_as_student(
     """Inside the block, run the engines of a teacher on the inference devices of the student, to validate the teacher.
 
     Yields (sampler, workflow): the engines of the teacher, and the workflow of the run with the teacher as its model.
-    On CPUs an engine takes longer to start than to answer. There, no more engines are started than `requests` can
-    occupy.
+    On CPUs, no more engines are started than the number of `requests` can occupy, because an engine takes longer to
+    start than to answer.
     """
     assert plan.rollout is not None and teacher.model is not None
     engines = plan.rollout.engines
@@ -226,10 +226,10 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
 def chunk_samples(plan: RunPlan) -> int:
     """Return the number of finished samples that an inference engine sends together as a chunk.
 
-    A chunk fills a micro-batch on every rank of the first teacher. It has at most half of the samples that an engine
-    generates in a step, so that the teacher can score the first half while the second half is being generated. Smaller
-    chunks make a step slower if teacher and engine share a device, because all samples of a step finish at about the
-    same time.
+    A chunk fills a micro-batch on every rank of the first teacher. A chunk has at most half of the samples that an
+    engine generates in a step. The teacher can then score the first half while the engine generates the second half.
+    Smaller chunks make a step slower if teacher and engine share a device, because all samples of a step finish at
+    about the same time.
     """
     assert plan.rollout is not None
     half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
@@ -274,7 +274,7 @@ def _turns(plan: RunPlan, placement: Placement) -> DeviceScheduler:
 def _members(plan: RunPlan, placement: Placement) -> Sequence[PhaseMember]:
     """Return the roles that take turns on shared devices.
 
-    There are none if states are not offloaded. Without GPUs this is the default.
+    If states are not offloaded, which is the default without GPUs, there are no such roles.
     """
     taken = placement.on_gpu if plan.is_offload_states is None else plan.is_offload_states
     return members_of(plan) if taken else ()

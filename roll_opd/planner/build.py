@@ -45,9 +45,10 @@ def load_plan(
 ) -> RunPlan:
     """Return the plan of a run, or raise ConfigError with all problems found.
 
-    Relative paths inside a configuration are looked up in the current directory, as in ROLL, then in the directory of
-    the configuration file, then in the repository (the parent of `examples/`). If Python does not find a module of the
-    user, the module is looked up in the current directory and in the directory of the configuration file.
+    Relative paths inside a configuration are looked up in three places, in this order: the current directory (as in
+    ROLL), the directory of the configuration file, and the repository (the parent of `examples/`). If Python does not
+    find a module of the user, the module is looked up in the current directory and in the directory of the
+    configuration file.
 
     Args:
         config_path: a directory, searched for in `compose.config_places`.

@@ -242,7 +242,7 @@ def _of_rows(data: DataPlan) -> set[str]:
 def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:
     """Return `output_dir` with `~` expanded.
 
-    This function also checks that the run directory can be created and that there is enough space for it.
+    This function also checks that the run directory can be created, and that the disk has enough space.
     """
     if not exp_name or "/" in exp_name or exp_name in (".", ".."):
         top.diag.error("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")

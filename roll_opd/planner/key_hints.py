@@ -72,7 +72,7 @@ def has_effect(key: str, kind: str) -> bool:
 
 
 def unread(worker: Worker, kind: str) -> list[str]:
-    """Return the keys that are set in a role but that a role of this kind does not read.
+    """Return the keys that are set in a role, although a role of this kind does not read them.
 
     A key counts as set if its value differs from the default.
     """

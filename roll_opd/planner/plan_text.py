@@ -154,8 +154,8 @@ def _routing_lines(content: dict[str, Any]) -> list[str]:
 def _frozen_lines(plan: RunPlan) -> list[str]:
     """Return lines about the teachers and the frozen models.
 
-    There is a line for each teacher with its own context, for each teacher whose weights follow the student's, and for
-    each frozen model that shares its weights with the student.
+    There is a line for each teacher with a separate context, and for each teacher whose weights follow the student's
+    weights. There is also a line for each frozen model that has the same weights as the student.
     """
     lines = []
     for teacher in plan.teachers:

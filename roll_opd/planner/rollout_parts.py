@@ -50,7 +50,7 @@ MAX_TOKENS = 2**31 - 1  # maximum tokens of a row that is not a prompt
 def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
     """Return the mode of a run, and complete the configuration in `sections`.
 
-    Keys that the user did not set get the values that the algorithm or the environments imply.
+    Keys without a value from the user get their values from the algorithm or the environments.
     """
     if environment_sections.is_agentic(values):
         environment_sections.with_sampling(sections)

@@ -92,7 +92,7 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
 
 
 def _template(args: DataArgs, top: Run) -> str:
-    """Return the default template, which applies to rows whose tag has no template.
+    """Return the default template. It applies to rows whose tag has no template.
 
     As in ROLL, `global_template` takes precedence.
     """
@@ -239,16 +239,16 @@ def check_tags(
     unscored = {tag for tag in present if rewards and not any(reward.accepts(tag) for reward in rewards)}
     for tag in sorted(train_tags):
         if teacher_tags and not any(tags is None or tag in tags for tags in teacher_tags.values()):
-            diag.error("teacher", f"no teacher has tag {tag!r} of the training data in its tag_included; add it there")
+            diag.error("teacher", f"no teacher accepts tag {tag!r} of the training data; add the tag to a tag_included")
         if tag in unscored:
-            text = f"no reward has tag {tag!r} of the training data in its tag_included"
+            text = f"no reward accepts tag {tag!r} of the training data"
             if roles.mode == "pure":
                 diag.add_warning(f"rewards: {text}, so no reward of these rows is monitored")
             else:
                 domains = ", ".join(reward.domain for reward in rewards)
-                diag.error("rewards", f"{text}; add it to one of {domains}")
+                diag.error("rewards", f"{text}; add the tag to the tag_included of one of {domains}")
     for tag in sorted(validation_tags & unscored):
-        text = f"no reward has tag {tag!r} of the validation data in its tag_included; add it"
+        text = f"no reward accepts tag {tag!r} of the validation data; add the tag to a tag_included"
         diag.unsupported("rewards", text)
     for path, tags in chosen.items():
         if tags and present and not present.intersection(tags):

@@ -195,7 +195,8 @@ def stated_costs(text: str) -> dict[str, float]:
 def _by_bound(found: Sequence[Prediction]) -> list[Prediction]:
     """Return the fastest prediction for each age bound.
 
-    Layouts in which all devices take turns are compared separately from layouts that split the devices.
+    There are two kinds of layouts: all roles take turns on the same devices, or the devices are split. Each kind is
+    compared separately.
     """
     kinds = dict.fromkeys((not one.is_shared, one.bound) for one in found)
     return [

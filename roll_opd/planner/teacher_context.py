@@ -86,8 +86,8 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
 def _check_aligned(role: Role, top: Top) -> None:
     """Check the objective for a teacher whose tokenizer differs from the student's.
 
-    The objective must need log-probs of text only, and the source of the teacher's log-probs must be able to compute
-    them.
+    The objective may need only log-probs of text, and the source of the teacher's log-probs must be able to compute
+    these log-probs.
     """
     if top.opd_objective != "sampled":
         top.diag.error(

@@ -34,9 +34,12 @@ def downsample(curve: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 
 def trend(curve: Sequence[Point], most: int = TREND_POINTS) -> list[tuple[float, float]]:
-    """Return the trend of a curve: the means over `most` ranges of equal length.
+    """Return the trend of a curve, as means over ranges of equal length.
 
     The result is empty for a curve of fewer than `TREND_FROM` points.
+
+    Args:
+        most: number of ranges.
     """
     if len(curve) < TREND_FROM:
         return []
@@ -68,11 +71,12 @@ def spread(items: Sequence[int], most: int) -> list[int]:
 def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: int) -> list[dict[str, float]]:
     """Return the means of metrics over ranges of rows of equal length.
 
-    There are at most `most` ranges, and each becomes one row. In that row, the key `step` is the first step of the
-    range, and the key `to` is the last step.
+    Each range becomes one row of the result. In this row, the key `step` is the first step of the range, and the key
+    `to` is its last step.
 
     Args:
         names: the metrics that are averaged.
+        most: maximum number of ranges.
     """
     groups = [rows[run.start : run.stop] for run in _ranges(range(len(rows)), min(most, len(rows)))]
     return [

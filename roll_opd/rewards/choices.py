@@ -121,7 +121,7 @@ def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def letters_at_start(text: str) -> frozenset[str] | None:
-    """Return the letters of the choice at the start of a text.
+    """Return the option letters with which a text starts, for example {A, C} for "A, C because".
 
     The result is None if there is no choice, and empty for alternatives such as "A or B".
     """

@@ -160,7 +160,10 @@ def is_foreign(reward: Callable[..., Any], arguments: Collection[str] = ()) -> b
 
 
 def adapter(reward: Callable[..., Any]) -> str:
-    """Return the source code of a reward function that calls a function with the signature of another framework."""
+    """Return the source code of an adapter for a reward function of another framework.
+
+    The adapter is a function `score(samples)` that calls `reward` with the arguments in its signature.
+    """
     name, parameters = reward.__name__, _named(reward)
     in_lists = any(parameter.name in _BATCH_OF for parameter in parameters)
     fields = _BATCH_OF if in_lists else _FIELD_OF

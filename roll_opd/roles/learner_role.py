@@ -56,7 +56,8 @@ class Learner:
     def _assigned(self, samples: Sequence[Any], group_size: int = 1) -> Assignment:
         """Return the assignment of samples to micro-batches.
 
-        It has, for each data-parallel rank, the sample numbers of each of the rank's micro-batches.
+        For each data-parallel rank, the assignment lists the rank's micro-batches. A micro-batch is a list of sample
+        numbers.
         """
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.group.packing.assign(sequences, self.plan.train_limits, group_size)

@@ -83,7 +83,7 @@ class Member:
 
 
 def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: int) -> Iterator[int]:
-    """Yield the number of a worker for each of the first items.
+    """Yield a worker number for each item, until all workers are full.
 
     Each worker gets a contiguous block of items. The blocks are as equal in size as the free capacities permit.
 

@@ -165,8 +165,9 @@ def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
 def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
     """Return the router metrics of a step's updates.
 
-    They are the fraction of tokens and the fraction of choices for which student and engine choose different experts,
-    and the router losses.
+    `router/rerouted_tokens` is the fraction of tokens for which the student and the inference engine choose different
+    experts. `router/rerouted_choices` is the corresponding fraction of single choices. All other metrics are router
+    losses.
     """
     parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
     shards = {

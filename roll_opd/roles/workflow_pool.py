@@ -167,7 +167,7 @@ class WorkflowPool:
         return []
 
     def _note_missing(self, job: Job, outcome: JobOutcome) -> None:
-        """Count the runs without experiences in a call that made other runs. The first time, log a warning."""
+        """Count the runs without experiences in a call with experiences of other runs; warn once."""
         missing = [run for run in job.runs if not outcome.made.get(run)]
         if not missing or len(missing) == len(job.runs):
             return  # a call without any experience skips its row

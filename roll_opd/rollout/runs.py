@@ -235,7 +235,7 @@ class Selection:
 
     @property
     def decided(self) -> dict[int, bool]:
-        """Map from each group whose runs have all ended to whether the group has passed."""
+        """Map from group to whether the group has passed. It has only groups whose runs have all ended."""
         return {group: passed for group, passed in enumerate(self._passed) if passed is not None}
 
     @property

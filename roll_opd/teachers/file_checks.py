@@ -75,7 +75,7 @@ def _consistency(rows: Sequence[Prompt], source: FilePlan, objective: ObjectiveP
             name,
             "not needed",
             "ok",
-            "a divergence on given answers does not require that the student was fine-tuned on this teacher's answers",
+            "opd_objective topk does not require that the student was fine-tuned on answers of this teacher",
         )
     teachers = sorted({row.scores.teacher for row in rows if row.scores} - {""})
     if source.sft_teacher is None:

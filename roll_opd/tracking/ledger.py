@@ -26,8 +26,14 @@ STATE = "run_state.json"
 def audit(run: Path) -> tuple[dict[str, int], list[str]]:
     """Check the ledger of a run and return (counts, errors).
 
-    The errors are: a draw in more than one row, a broken checksum chain, a draw sampled with weights of a later step,
-    and a checkpoint whose data position differs from the ledger. Raises FileNotFoundError if there is no ledger.
+    There are four kinds of errors:
+
+    - A draw is in more than one row.
+    - The checksum chain is broken.
+    - A draw was sampled with weights of a later step.
+    - The data position of a checkpoint differs from the ledger.
+
+    Raises FileNotFoundError if there is no ledger.
     """
     if not (run / LEDGER).is_file():
         raise FileNotFoundError(f"{run / LEDGER} does not exist: only runs with a rollout have a ledger")

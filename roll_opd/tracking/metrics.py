@@ -87,8 +87,7 @@ def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequenc
 class _Scored:
     """Student and teacher log-probs of one (sample, teacher) pair. All arrays have the shape [T-P].
 
-    `action_mask` is False at tokens that are not action tokens, and at action tokens for which the teacher has no
-    log-prob.
+    `action_mask` is True at action tokens with a log-prob of the teacher.
     """
 
     teacher: str

@@ -1,4 +1,4 @@
-"""Statistical tests on noisy series with one value per training step: lost gains and lasting shifts.
+"""Statistical tests for lost gains and lasting shifts in noisy series, which have one value per training step.
 
 All functions are pure and take several series, f64 [R, T]. The letters in array shapes are:
 

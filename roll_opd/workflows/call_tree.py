@@ -1,7 +1,7 @@
 """The tree of a run's model calls. A continued conversation keeps the sampled tokens, so they are not tokenized again.
 
-A request continues an earlier call if its text starts with the text of that call, which is its prompt and its response.
-The tokens of the earlier call are then kept, and only the new text is tokenized.
+The text of a call is its prompt and its response. A request continues an earlier call if the request's text starts with
+the text of that call. The tokens of the earlier call are then kept, and only the new text is tokenized.
 
 A client may serialize an earlier response differently, for example as a parsed tool call. Therefore such a response is
 rendered with its sampled text. If the chat template renders earlier turns differently, for example without a thought, a

@@ -1,4 +1,4 @@
-"""Check that a run of a user's workflow calls all Trinity-RFT hooks that the workflow's class overrides.
+"""Check that a run of a user's workflow calls every Trinity-RFT hook that its class overrides.
 
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
 called if its name is mentioned in code that the run reaches, or in any other code of the user's modules.
@@ -6,7 +6,7 @@ called if its name is mentioned in code that the run reaches, or in any other co
 A method may also pass `self` to other code, or compute the name of an attribute. Such a method may call any hook. So if
 the run reaches such a method, all hooks count as called, except the hooks that only the runner calls (`RUN`).
 
-A hook that only roll_opd calls must accept the arguments of that call.
+If only roll_opd calls a hook, the hook must accept the arguments of this call.
 """
 
 import dis
@@ -47,7 +47,7 @@ HOOKS = {
 def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
     """Yield (class and method, problem) for each hook of a user's class that has a problem.
 
-    A problem is a hook that the run never calls, or that is called in a way that the hook does not support.
+    Two problems are reported: the run never calls the hook, or calls it in a way that the hook does not support.
     """
     own = [base for base in kind.__mro__ if not base.__module__.startswith((PACKAGE, "builtins"))]
     written = {name: base for base in reversed(own) for name in HOOKS.keys() & vars(base).keys()}
@@ -71,7 +71,7 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _async_problem(name: str, hook: Any) -> str | None:
-    """Return the problem of a hook whose `async` does not fit its calls, or None.
+    """Check that a hook is asynchronous if its caller awaits it, and synchronous otherwise; return the problem or None.
 
     Either the hook is awaited but returns nothing that can be awaited, or it is a coroutine function but is not
     awaited.
@@ -86,7 +86,7 @@ def _async_problem(name: str, hook: Any) -> str | None:
 
 
 def _call_problem(kind: type, name: str) -> str | None:
-    """Return the problem of a hook that does not accept the arguments of its calls, or None.
+    """Check that a hook accepts the arguments of its calls; return the problem or None.
 
     The arguments are those of the base class that declares the hook. If the hook has a decorator, the signature after
     decoration is checked, because a decorator may change the arguments.

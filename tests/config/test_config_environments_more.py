@@ -92,7 +92,7 @@ def test_a_template_that_hides_the_game_is_warned_of(plan: Plan) -> None:
 def test_a_game_that_is_played_needs_a_teacher(plan: Plan, problems: Problems) -> None:
     boxes = {"env_type": "sokoban", "max_steps": 4}
     (problem,) = problems(games({"teacher.tag_included": ["Boxes"], "custom_envs.Boxes": boxes}))
-    assert problem.startswith("teacher: no teacher has tag 'Lake'")
+    assert problem.startswith("teacher: no teacher accepts tag 'Lake'")
     assert plan(games({"teacher.tag_included": ["Lake"], "custom_envs.Boxes": boxes})).teachers[0].tags == ("Lake",)
     found = plan(
         games(

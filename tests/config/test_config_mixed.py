@@ -156,7 +156,7 @@ def test_rewards_are_required(mixed: dict[str, Any], problems: Problems, mode: s
     (found,) = problems({"rewards": ..., "use_opd": mode == "mixed"}, pure=False)
     assert found.startswith("rewards: is missing")
     (found,) = problems({"rewards": {"math_rule": {"tag_included": ["code"]}}}, pure=False)
-    assert "no reward has tag 'math' of the training data" in found
+    assert "no reward accepts tag 'math' of the training data" in found
 
 
 UNPAID = {"rewards.math_rule.weight": 0}

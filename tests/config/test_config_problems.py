@@ -125,7 +125,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
         {"student_train.use_dynamic_batching_in_train": True},
         ["max_tokens_per_microbatch_in_train: is missing"],
     ),
-    ({"teacher.tag_included": ["code"]}, ["teacher: no teacher has tag 'math'"]),
+    ({"teacher.tag_included": ["code"]}, ["teacher: no teacher accepts tag 'math'"]),
     ({f"student_infer.{MEGATRON}.max_model_len": 32}, ["32 leaves no token for a response after a prompt of 32"]),
     ({f"student_infer.{MEGATRON}.max_model_len": 129}, ["129 is more than the model's 128 positions"]),
     ({f"student_infer.{MEGATRON}.seed": 1}, ["seed: is set by the run"]),

@@ -71,11 +71,11 @@ def test_defect_04_unknown_tags_are_refused(problems: Problems, values: dict[str
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _mixed(values)
     (found,) = problems(pure=False)
-    assert found.startswith("rewards: no reward has tag 'poetry'")
+    assert found.startswith("rewards: no reward accepts tag 'poetry'")
     values["rewards"] = {"math_rule": {"worker_cls": "math_rule"}}
     values["teacher"] = {"math_teacher": {**values["teacher"], "tag_included": ["math"]}}
     (found,) = problems(pure=False)
-    assert found.startswith("teacher: no teacher has tag 'poetry'")
+    assert found.startswith("teacher: no teacher accepts tag 'poetry'")
 
 
 def test_defect_13_command_line_overrides_work(root: Path, values: dict[str, Any], capsys: Any) -> None:

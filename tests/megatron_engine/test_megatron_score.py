@@ -212,5 +212,5 @@ def test_the_input_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_many_bad_rows_are_counted_and_an_empty_file_is_refused(refused: Any) -> None:
     error = refused(["x"] * 9, [])
-    assert error.count("not a row") == 5 and "4 more rows of 9 are bad" in error
+    assert error.count("not a row") == 5 and "4 more of the 9 rows are bad" in error
     assert "has no rows" in refused([], [])

@@ -137,8 +137,8 @@ def may_fork() -> bool:
     """Return whether workers may be forks.
 
     Workers are not forks in three cases: the driver joins a running Ray cluster, the user has disabled the fork server,
-    or the machine has a GPU driver other than NVIDIA's for Linux. With another driver, the server cannot check whether
-    a process has initialised its devices.
+    or the GPU driver is not NVIDIA's driver for Linux. With any other driver, the server cannot check whether a process
+    has initialised its devices.
     """
     can_tell = not has_gpu_driver() or has_nvidia_driver()
     return can_tell and not os.environ.get("RAY_ADDRESS") and os.environ.get(PRELOAD) != "0"
@@ -224,7 +224,7 @@ def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
 def cold_roles(plan: RunPlan, served: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
     """Return a dict from each role that starts without preloaded libraries to a list of variables.
 
-    The role cannot use the server, because these variables have another value in the role than in the server.
+    The role cannot use the server, because the server has other values for these variables.
     """
     roles = [(name, MEGATRON, role.env) for name, role in plan.megatron_roles().items()]
     roles += [(name, ENGINES, role.env) for name, role in _engines(plan).items()]

@@ -90,7 +90,7 @@ TASKSET_KEYS: dict[str, Rule] = {
     "rollout_args.logprobs": _LOGPROBS,
     "repeat_times": PART,
     **_all(NOTHING, "name enable_progress_bar index is_eval total_epochs total_steps batch_size"),
-    "storage_type": only("file", instead="datasets are files; export it to a JSONL or Parquet file, and set its path"),
+    "storage_type": only("file", instead="only files can be read; export the data to a JSONL or Parquet file"),
     "format.workflow_key": only("", None, instead="all rows have one workflow; let the workflow read the row"),
     "format.reward_fn_key": only("", None, instead="a row's tag selects its reward; see docs/rewards/README.md"),
     "format.system_prompt_key": only("", None, instead="let the workflow read it from task.raw_task; remove the key"),

@@ -185,9 +185,10 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
 
 
 def _reward(read: Translation) -> None:
-    """Translate the reward function to a section of `rewards`. Without one, translate the workflow's default reward.
+    """Translate the reward function, or by default the workflow's default reward, to a section of `rewards`.
 
-    The workflow calls the reward function itself in these cases; the function is then a setting of the workflow:
+    In the following cases, the workflow itself calls the reward function, so the function becomes a setting of the
+    workflow:
         the workflow is a user's class;
         the function has no counterpart in `rewards`;
         the workflow sets arguments that only Trinity-RFT's function has.
@@ -227,7 +228,10 @@ def _reward(read: Translation) -> None:
 
 
 def _validation(read: Translation, files_of: FilesOf) -> None:
-    """Translate validation. All validation datasets become one, which is sampled with the settings of the first."""
+    """Translate validation.
+
+    All validation datasets are joined to one dataset, which is sampled with the settings of the first dataset.
+    """
     sets = read.entries(EVAL_TASKSETS)
     files: list[str] = []
     keys: list[str] = []

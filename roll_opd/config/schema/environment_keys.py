@@ -89,12 +89,11 @@ class RewardNormalization(Section):
     # the same order as elsewhere: typing caches both orders as one type, and the page shows the order seen first
     norm_mean_type: Literal["group", "batch"] | None = key(
         None,
-        "set of samples over which the mean reward is computed, which is subtracted; overrides the setting of method",
+        "samples whose mean reward is subtracted; takes precedence over method",
     )
     norm_std_type: Literal["group", "batch"] | None = key(
         None,
-        "set of samples over which the standard deviation is computed, which is the divisor; overrides the"
-        " setting of method",
+        "samples whose standard deviation of rewards is the divisor; takes precedence over method",
     )
 
 

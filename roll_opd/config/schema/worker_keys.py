@@ -259,9 +259,9 @@ class ContextKeys(Section):
     )
     hint: str | None = key(
         None,
-        "text that only the teacher gets. It is appended to the user's last message. If the text has {prompt},"
-        " it replaces that message instead, with the message in place of {prompt}. {ground_truth} and {NAME}"
-        " are replaced by the values of these columns of the row",
+        "text that only the teacher gets. It is appended to the user's last message. If the text contains"
+        " {prompt}, the text replaces the user's last message, and {prompt} is replaced by that message."
+        " {ground_truth} and {NAME} are replaced by the row's values in these columns",
         OURS,
     )
     template: str | None = key(
@@ -323,7 +323,7 @@ class HttpKeys(ExternalKeys):
     request_seconds: AboveZero = key(300.0, "timeout of a request", OURS)
     retry_seconds: NotNegative | None = key(
         None,
-        "time in which all requests fail, after which the run ends, s; default: the run waits and logs warnings",
+        "the run ends if all requests have failed for this time, s; default: the run waits and logs warnings",
         OURS,
     )
 

@@ -27,7 +27,7 @@ class Unjudgeable(ValueError):
 
 @register("ifeval")
 class IFEval:
-    """Score for following the instructions of a row.
+    """Reward for responses that follow the instructions in their row.
 
     The part `followed` is always the fraction of followed instructions. Text before `</think>` is ignored.
 

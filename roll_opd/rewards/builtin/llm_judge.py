@@ -122,8 +122,8 @@ class LLMJudge:
     async def _judge(self, messages: Messages, errors: Counter[str]) -> Verdict:
         """Request a verdict from the judge.
 
-        If no verdict can be read, a retry sends the judge's answer and asks for the verdict only. The judge would
-        probably give the same answer again if it got the same prompt.
+        If no verdict can be read, a retry sends the judge's answer and asks for the verdict only. A retry with the same
+        prompt would probably give the same answer.
         """
         text = await self._complete(messages, errors)
         for _ in range(VERDICT_ATTEMPTS - 1):

@@ -34,7 +34,7 @@ def paragraph_count(text: str, N: int) -> bool:
 def word_constraint(text: str, N: int, quantifier: Relation) -> bool:
     """Check the number of words, which are separated by spaces.
 
-    The quantifier "around" allows a difference of one tenth of N, and of at least 1.
+    With the quantifier "around", the number may differ from N by N / 10, or by 1 if that is larger.
     """
     return rules.holds(len(text.split()), quantifier, N, slack=max(round(N * 0.1), 1))
 

@@ -37,7 +37,7 @@ Question = Literal["same_expression", "same_set", "contradict"]
 
 
 class TimedOut(Exception):
-    """The questions about a pair of answers took more than their CPU time."""
+    """The questions about a pair of answers took more CPU time than allowed."""
 
 
 class Crashed(Exception):
