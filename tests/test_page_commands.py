@@ -80,4 +80,4 @@ def test_the_configuration_for_users_of_trinity_is_one(tmp_path: Path, capsys: p
         text = text.replace(size, ours)
     (tmp_path / "distil.yaml").write_text(text)
     assert main.main(["plan", "distill", str(tmp_path / "distil.yaml")]) == 0
-    assert "64 prompts x 8 responses = 512 sequences a step, in 1 update(s) of 512" in capsys.readouterr().out
+    assert "64 prompts x 8 responses = 512 sequences per step, in 1 update(s) of 512" in capsys.readouterr().out

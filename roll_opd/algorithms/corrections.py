@@ -180,8 +180,8 @@ def _quantile(values_N: Tensor, share: float) -> Tensor:
 def _sums_and_extremes(train_K: Tensor, infer_K: Tensor) -> tuple[Tensor, Tensor]:
     """Return (sums, maxima) over tokens, for the metrics.
 
-    The sums are those of log-ratio, |log-ratio|, k3, ratio, ratio² and |difference|. The maxima are those of
-    |log-ratio|, ratio, -ratio and |difference|.
+    There is a sum for each of log-ratio, |log-ratio|, k3, ratio, ratio² and |difference|. There is a maximum for each
+    of |log-ratio|, ratio, -ratio and |difference|.
     """
     log_ratio = (train_K - infer_K).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, apart = log_ratio.exp(), log_ratio.abs()

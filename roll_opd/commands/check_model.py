@@ -34,7 +34,7 @@ TENSOR_RANKS = (1, 2)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the comparisons. Return 0 if all of them agree, 1 if one does not, and 2 if the model cannot be used."""
+    """Print the comparisons. Return 0 if all of them agree, 1 if one disagrees, and 2 if the model cannot be used."""
     try:
         info = read_model(find_model(options.model))
         problems = [*unsupported(info.path), *weight_problems(info), *lost_weights(info)]

@@ -199,7 +199,7 @@ def _plain(value: Any) -> Any:
 
 
 def _search_path() -> list[str]:
-    """Return the directories of `sys.path` other than those of installed packages.
+    """Return the directories of `sys.path`, except the directories of installed packages.
 
     The run needs these directories to import the user's rewards.
     """

@@ -269,9 +269,9 @@ def _version(name: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)  # cached, as several checks of the planner read the same file
 def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) -> tuple[frozenset[str], bool]:
-    """Return (tags, complete): the tags of a file's first `share` rows, and whether the file has no other rows.
+    """Return (tags, complete): the tags of the first rows of a file, and whether the file has no other rows.
 
-    The result is cached for each `version` of the file.
+    At most `share` rows are read. The result is cached for each `version` of the file.
     """
     tags: set[str] = set()
     try:

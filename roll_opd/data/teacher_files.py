@@ -143,7 +143,8 @@ def open_teacher_files(
     """Check every row of `plan.files` in one pass. Returns (rows, report): the usable rows, and a report on all rows.
 
     - `plan.on_bad_row`: whether a row is refused or dropped if it cannot be decoded or has inconsistent scores.
-    - `plan.on_long_prompt`: the same for a row whose prompt and answer have more than `plan.prompt_length` tokens.
+    - `plan.on_long_prompt`: whether a row is refused or dropped if its prompt and answer have more than
+      `plan.prompt_length` tokens.
 
     Raises DataError if a row is refused, or if no row is usable.
     """

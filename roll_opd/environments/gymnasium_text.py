@@ -67,7 +67,7 @@ KNOWN = {
 
 @ENVIRONMENTS.register("gymnasium")
 class GymnasiumText(Game):
-    """A gymnasium game, such as `gymnasium:Taxi-v3`. The rewards and the termination are those of the game."""
+    """A gymnasium game, such as `gymnasium:Taxi-v3`. The game determines the rewards and the end of an episode."""
 
     def __init__(
         self,

@@ -68,9 +68,9 @@ class TokenOwners:
         return replace(self, owner_M=self.owner_M[rows_R])
 
     def mine_among(self, rows_R: Tensor) -> Tensor:
-        """Return those tokens of `rows_R` that this rank predicts, in the order of `rows_R`.
+        """Return the tokens of `rows_R` that this rank predicts, in the order of `rows_R`.
 
-        The tokens are returned as indices among the m tokens that this rank predicts.
+        A token is returned as its index among the m tokens that this rank predicts.
         """
         number_M = self.mine_M.cumsum(0) - 1
         return number_M[rows_R[self.mine_M[rows_R]]]

@@ -99,7 +99,7 @@ class MegatronCritic(MegatronLearner):
         """Return the value of the state before each token after the prompt.
 
         Entry t is for the state before token P+t, where P is the prompt length. The arguments and the form of the
-        result are those of `compute_logprobs`.
+        result are the same as in `compute_logprobs`.
         """
         samples = [Sample(tokens, prompt_length) for tokens, prompt_length in sequences]
         computed = self._forward(samples, 1.0, lambda values_M, _: {"values": values_M}, assigned)
@@ -116,7 +116,7 @@ class MegatronCritic(MegatronLearner):
         The samples have the columns of `objective.columns.value_columns`. With `assigned`, `samples` are only this
         data-parallel rank's shard (see `samples.sharding`).
 
-        The `sums` of the result are those of this rank:
+        The `sums` of the result are sums over this rank's samples:
 
         - `weighted_loss`: this rank's part of the loss. The sum over all ranks is the loss.
         - `tokens`, `values`, `squared_error`: number of action tokens, and the sums of their values and squared errors.

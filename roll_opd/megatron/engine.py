@@ -171,8 +171,8 @@ class MegatronEngine:
     ) -> TokenValues | None:
         """Return log-probs and the requested targets from one forward pass.
 
-        The arguments are those of `compute_logprobs`, and `request`, which names the targets. The result of each
-        sequence is a dict with these entries:
+        The arguments are the same as in `compute_logprobs`. In addition, `request` names the targets. The result of
+        each sequence is a dict with these entries:
 
         - `logprobs`: f32 [T-P].
         - `topk_ids`, `topk_logprobs`: int32 and f32 [T-P, K], if `request` has `topk` or `ids`.

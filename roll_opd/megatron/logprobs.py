@@ -61,7 +61,7 @@ def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[T
 
 
 def _with_rest(picked_CK: Tensor, log_rest_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (log-probs, log-normalisers) from logits of some tokens and a sum over the others.
+    """Return (log-probs, log-normalisers) from the logits of some tokens and a sum over all other tokens.
 
     - log-probs: f32 [C, K+1]
     - log-normalisers: f64 [C]

@@ -247,7 +247,7 @@ def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dic
 def is_fused(dtype: torch.dtype) -> bool:
     """Return whether matrix products also accumulate the gradients of weights.
 
-    They do in local layers, in half precision on a GPU.
+    This is the case in local layers, in half precision on a GPU.
     """
     return dtype is not torch.float32 and torch.cuda.is_available() and not uses_transformer_engine(dtype)
 

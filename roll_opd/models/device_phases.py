@@ -16,7 +16,7 @@ from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, RunPla
 
 
 class Phase(StrEnum):
-    """Phase of a step. The names are those of the timing metrics (`time/step_*`)."""
+    """Phase of a step. The timing metrics (`time/step_*`) have the same names."""
 
     START = "start"
     RESTORE = "restore"

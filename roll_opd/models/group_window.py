@@ -145,7 +145,7 @@ class GroupWindow:
     def decide(self, number: int, *, passed: bool) -> None:
         """End the sampling of a running group.
 
-        `passed`: whether the group passed the filters. If it did not, the group is rejected, and one more group may be
+        `passed`: whether the group passed the filters. If False, the group is rejected, and one more group may be
         admitted.
         """
         if self._open.get(number) is not False:

@@ -18,7 +18,7 @@ def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True, runs: 
     - The `query_filter` of a domain tests the rewards of a group together.
     - The `response_filter` of a domain tests each reward. If the advantages compare the samples of a group
       (`compared`), every sample must pass. Otherwise one sample that passes is enough, and `without_rejected` masks the
-      others.
+      samples that do not pass.
     - A group without rewards passes.
     - A group fails if the reward of one of its samples failed and the domain of this sample has `on_error: replace`.
     - A group fails if its samples come from fewer than `runs` runs.

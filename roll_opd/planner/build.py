@@ -1,8 +1,8 @@
 """Turn the configuration of a user into a `RunPlan`: compose it, validate it, check everything, and freeze the result.
 
 `load_plan` is the only entry point. It starts no process and writes no file. It reports all problems of a configuration
-together. The checks and fields of runs with rollouts are in `rollout_parts`, those of supervised runs in
-`supervised_parts`.
+together. The checks and fields of runs with rollouts are in `rollout_parts`. The checks and fields of supervised runs
+are in `supervised_parts`.
 """
 
 import os

@@ -156,7 +156,7 @@ def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
             if getattr(top, key):
                 top.diag.error(key, "true needs rewards, but the run has none; remove this key, or write rewards")
     if top.difficulty_mask and responses == 1:
-        top.diag.warn("difficulty_mask", "true has no effect with one response a prompt, as in ROLL")
+        top.diag.warn("difficulty_mask", "true has no effect with one response per prompt, as in ROLL")
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
         top.diag.error(
             "difficulty_low_threshold",
@@ -252,8 +252,8 @@ def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> No
     if compares and top.norm_mean_type != "batch" and responses == 1:
         top.diag.note(
             "adv_estimator",
-            f"{top.adv_estimator} has no baseline with one response a prompt, so rewards are used unchanged; set {key}"
-            " to 2 or more",
+            f"{top.adv_estimator} has no baseline with one response per prompt, so rewards are used unchanged; set"
+            f" {key} to 2 or more",
         )
     samples = top.rollout_batch_size * responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:

@@ -253,8 +253,8 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
     if agentic and sequences % mini:
         top.diag.note(
             "rollout_batch_size",
-            f"{sequences} trajectories a step are no multiple of the mini-batch of {mini}; the last update of a step is"
-            " smaller",
+            f"{sequences} trajectories per step are not a multiple of the mini-batch of {mini}; the last update of a"
+            " step is smaller",
         )
         return min(mini, sequences)
     if sequences % (mini - given):
@@ -264,7 +264,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
         )
         top.diag.error(
             "rollout_batch_size",
-            f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no multiple of"
+            f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences per step are not a multiple of"
             f" {left}{train.path}'s mini-batch of {mini} {arithmetic}; {advice}",
         )
         return None
@@ -282,8 +282,8 @@ def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
     if rows % update:
         top.diag.error(
             "train_batch_size",
-            f"{rows} rows a step are no multiple of the {update} rows of one update {arithmetic}; change one of the two"
-            " numbers, or remove train_batch_size",
+            f"{rows} rows per step are not a multiple of the {update} rows of one update {arithmetic}; change one of"
+            " the two numbers, or remove train_batch_size",
         )
     return rows, update
 

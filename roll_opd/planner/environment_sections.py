@@ -87,7 +87,7 @@ def with_sampling(sections: Sections) -> None:
 
 
 def _report_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
-    """Report the keys of `train_env_manager.generating_args` that the rollout's generating_args override."""
+    """Report keys of `train_env_manager.generating_args` whose values are replaced by the rollout's generating_args."""
     for key in sorted(own.written - {"num_return_sequences"}):
         overridden, value = getattr(own, key), getattr(args, key)
         if overridden != value:

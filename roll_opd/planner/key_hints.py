@@ -130,7 +130,7 @@ def _shared(one: Place, other: Place) -> int:
 def _named(place: Place, path: Place) -> Place:
     """Return `place` with each `NAME` replaced by the part of `path` at the same position.
 
-    A `NAME` is replaced only if all parts before it are the same in both. Otherwise `path` is in another section.
+    A `NAME` is replaced only if all parts before it are the same in both paths. Otherwise `path` is in another section.
     """
     found: Place = ()
     for number, part in enumerate(place):

@@ -51,7 +51,7 @@ def to_text(plan: RunPlan, width: int | None = None) -> str:
         "Frozen models": _frozen_lines(plan),
         "Batch": _batch_lines(plan, content["batch"]),
         "Memory a rank (estimate)": [*_memory_lines(plan), *_device_lines(plan)],
-        "FLOPs a token of the longest sequence, forward (a training pass has three times as many)": [
+        "FLOPs per token of the longest sequence in a forward pass (a training pass has three times as many)": [
             f"{name}: {flops / 1e9:.4g} GFLOP" for name, flops in plan.flops.items()
         ],
         "Objective": _objective_lines(plan),
@@ -122,7 +122,7 @@ def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
         more |= {name: getattr(plan.workflow, name) for name in names} | {"auxiliary_models": models}
     lines = [
         f"{batch['prompts_per_step']} {unit} x {batch['responses_per_prompt']} {samples} ="
-        f" {batch['sequences_per_step']} sequences a step, in {batch['updates_per_step']} update(s) of"
+        f" {batch['sequences_per_step']} sequences per step, in {batch['updates_per_step']} update(s) of"
         f" {batch['sequences_per_update']}",
         f"micro-batches of {micro} on each of {plan.student.layout.dp} data-parallel rank(s)",
         f"{batch['steps']} steps, {batch['updates']} updates; {longest}",
@@ -215,7 +215,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
     loss = f"{objective.policy_loss} loss{f' ({arguments})' if arguments and plan.rollout is None else ''}"
     lines = [f"{loss}, {objective.loss_agg_mode}"]
     if plan.rollout is not None:
-        again = "recomputed" if objective.recompute_old_logprobs else "taken during the update (one update a rollout)"
+        again = "recomputed" if objective.recompute_old_logprobs else "taken during the update (one update per rollout)"
         lines = [
             f"advantage = {_advantage(plan)}",
             f"{objective.adv_estimator}, {lines[0]}, discount {objective.opd_kl_discount:g}; old log-probs {again}",

@@ -27,7 +27,7 @@ PARTS = {
 }
 STATED = {"generate": "generate", "teacher": "score", "train": "learn", "weight_sync": "sync"}
 NUMBERS = {**STATED, "spread": "spread", "longest": "longest", "fixed": "fixed"}  # of --costs
-HOW = "generate=S,teacher=S,train=S,weight_sync=S in seconds a step, and spread=X,longest=X,fixed=X"
+HOW = "generate=S,teacher=S,train=S,weight_sync=S in seconds per step, and spread=X,longest=X,fixed=X"
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Advice:
         best = fastest(found)
         place = "all devices in turns" if best.is_shared else f"engines on {best.engines}, training on {best.training}"
         return (
-            f"fastest on {devices} devices: async_generation_ratio: {best.bound:g}, {place}: {best.step:.3g} s a step,"
-            f" {self.now.step / best.step:.2f} times as fast as this configuration ({self.now.step:.3g} s on"
+            f"fastest on {devices} devices: async_generation_ratio: {best.bound:g}, {place}: {best.step:.3g} s per"
+            f" step, {self.now.step / best.step:.2f} times as fast as this configuration ({self.now.step:.3g} s on"
             f" {self.now.devices})"
         )
 

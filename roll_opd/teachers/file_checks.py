@@ -133,7 +133,7 @@ def _correlation(pairs: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) -> 
 
 def _distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]], objective: ObjectivePlan) -> Check:
     gap = float(np.concatenate([own - teacher for teacher, own in pairs]).mean(dtype=np.float64))
-    value = f"{gap:+.3f} nats a token"
+    value = f"{gap:+.3f} nats per token"
     if objective.opd_objective == "sampled" and abs(gap) > FAR:
         meaning = (
             "mean of student minus teacher log-prob on the answers; a difference this large means that another student"

@@ -134,10 +134,10 @@ async def _check_repeats(scorer: HttpScorer, question: Question) -> None:
     worst = float(np.abs(replies - np.median(replies, 0)).mean(1).max())
     if worst > AGREEMENT:
         raise RunError(
-            f"teacher {scorer.name}: repeated scoring of one sequence differs by {worst:.3g} nats a token: the replicas"
-            " of the server have different weights or precision; use a dedicated deployment"
+            f"teacher {scorer.name}: repeated scoring of one sequence differs by {worst:.3g} nats per token: the"
+            " replicas of the server have different weights or precision; use a dedicated deployment"
         )
-    _log.info("teacher %s: repeated scoring differs by %.2g nats a token", scorer.name, worst)
+    _log.info("teacher %s: repeated scoring differs by %.2g nats per token", scorer.name, worst)
 
 
 def _endpoint(scorer: HttpScorer, url: str, path: str, method: Literal["POST", "GET"]) -> Endpoint:

@@ -86,7 +86,7 @@ class Follower:
     async def save(self, directory: Path) -> Writing:
         """Write the weights to `directory`/NAME.
 
-        For a live follower, nothing is written, because its weights are the student's.
+        For a live follower, nothing is written, because it has the student's weights.
         """
         if self.plan.is_live:
             return Writing([])

@@ -70,7 +70,7 @@ def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
     Args:
         one: f32 [N, 1 + K], the log-prob and the top-k log-probs of each token.
-        other: the same for the other answer.
+        other: f32 [N, 1 + K], the same values of the other answer.
     """
     return np.abs(one.astype(np.float64) - other).max(1)
 

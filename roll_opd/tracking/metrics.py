@@ -255,7 +255,7 @@ def _lengths(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return metrics of the difference between the log-probs of the inference engine and those of the training engine.
+    """Return metrics of the difference between the log-probs of the inference engine and of the training engine.
 
     Both engines compute the log-probs of the same tokens with the same weights.
     """

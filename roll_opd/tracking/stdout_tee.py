@@ -115,7 +115,7 @@ class StdoutTee:
 class _Copy:
     """A text stream that passes all writes to the tee.
 
-    All other attributes are those of the original stream.
+    All other attributes are read from the original stream.
     """
 
     def __init__(self, stream: TextIO, tee: StdoutTee, *, of_errors: bool) -> None:

@@ -88,8 +88,8 @@ def _async_problem(name: str, hook: Any) -> str | None:
 def _call_problem(kind: type, name: str) -> str | None:
     """Check that a hook accepts the arguments of its calls; return the problem or None.
 
-    The arguments are those of the base class that declares the hook. If the hook has a decorator, the signature after
-    decoration is checked, because a decorator may change the arguments.
+    The expected arguments are read from the base class that declares the hook. If the hook has a decorator, the
+    signature after decoration is checked, because a decorator may change the arguments.
     """
     declared = next(
         (vars(base).get(name) for base in kind.__mro__ if _is_package_class(base) and name in vars(base)), None

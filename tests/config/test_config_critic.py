@@ -99,7 +99,7 @@ def test_unused_critic_is_not_loaded(ppo: dict[str, Any], plan: Plan, root: Path
         ({"critic_warmup": 10}, "critic_warmup: 10 steps that train only the critic leave no step of max_steps 10"),
         (
             {"critic.training_args.per_device_train_batch_size": 3},
-            "16 sequences a step are no multiple of critic's mini-batch of 6",
+            "16 sequences per step are not a multiple of critic's mini-batch of 6",
         ),
         ({"critic.strategy_args.strategy_config.pipeline_model_parallel_size": 2}, "critic.device_mapping: 2 devices"),
         ({"critic.device_mapping": "[1,2]"}, "share only"),

@@ -108,7 +108,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
         ),
         (
             {"rollout_batch_size": 6},
-            "rollout_batch_size: 6 prompts x 2 responses = 12 sequences a step are no multiple of the 8 that 8"
+            "rollout_batch_size: 6 prompts x 2 responses = 12 sequences per step are not a multiple of the 8 that 8"
             " demonstrations leave in actor_train's mini-batch of 16",
         ),
         ({"adv_estimator": "gae"}, "demonstrations are not sampled, so a critic cannot be trained on demonstrations"),

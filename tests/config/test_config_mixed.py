@@ -224,7 +224,7 @@ def test_the_spread_of_one_reward(mixed: dict[str, Any], plan: Plan, problems: P
     mixed["num_return_sequences_in_group"] = 1
     mixed["actor_train"]["training_args"]["gradient_accumulation_steps"] = 1
     (warning,) = plan(pure=False).warnings
-    assert "grpo has no baseline with one response a prompt" in warning
+    assert "grpo has no baseline with one response per prompt" in warning
     assert plan({"adv_estimator": "reinforce"}, pure=False).warnings == ()
     spread = {"type": "std_filter", "filter_args": {"std_threshold": 0.05}}
     mixed["rewards"]["math_rule"]["query_filter_config"] = spread

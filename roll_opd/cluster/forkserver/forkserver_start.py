@@ -191,7 +191,7 @@ VLLM_PREFIX = "VLLM_"  # read when vLLM is imported, only in the engines' server
 
 
 def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return those of the given variables that must be set when the server starts."""
+    """Return the given variables that must be set when the server starts."""
     return {
         name: str(value)
         for name, value in variables.items()
@@ -200,7 +200,7 @@ def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return those of the given variables that the server process `kind` must set before it imports libraries.
+    """Return the given variables that the server process `kind` must set before it imports libraries.
 
     A fork of the server then has the same settings as a new process with the given variables.
     """

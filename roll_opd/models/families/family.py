@@ -89,7 +89,8 @@ class Pieces:
     def is_plain(self) -> bool:
         """Whether fused layers can compute the layers that these pieces describe.
 
-        They can if at most the biases of queries, keys and values and the norms per head differ from Llama's.
+        This is the case if the layers equal Llama's, except possibly for biases of queries, keys and values, and for
+        norms per head.
         """
         return self == Pieces(qkv_bias=self.qkv_bias, query_key_norm="head" if self.query_key_norm else "")
 

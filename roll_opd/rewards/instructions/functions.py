@@ -1,6 +1,6 @@
 """Checks for the instructions of Tulu 3's RLVR-IFeval rows (arXiv 2411.15124), which ROLL's ifeval domain uses.
 
-The instructions are those of IFEval with other names and arguments. Most of them require exact counts.
+The instructions are the instructions of IFEval, with other names and arguments. Most of them require exact counts.
 """
 
 from collections.abc import Callable

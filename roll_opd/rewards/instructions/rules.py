@@ -1,8 +1,7 @@
 """Checks for the 25 instructions of IFEval (Zhou et al. 2023, arXiv 2311.07911), by name.
 
-The first argument of a check is the text. The other arguments are those of the instruction, with the names that they
-have in the rows. Words and sentences are counted in time linear in the text. Languages are detected by langdetect, as
-in IFEval.
+The first argument of a check is the text. The other arguments are the instruction's arguments, with their names in the
+rows. Words and sentences are counted in time linear in the text. Languages are detected by langdetect, as in IFEval.
 """
 
 import json

@@ -3,7 +3,7 @@
 Numbers with a fraction may differ by a tolerance:
 
 - A number is right within `tolerance * max(1, |expected|)`, as in programming contests.
-- If the expected number is an integer and the other one has a fraction, the number is right within `tolerance`.
+- If the expected number is an integer and the returned number has a fraction, the number is right within `tolerance`.
 - Two integers of any length are compared digit by digit.
 
 Returned values are untrusted. The function `plain` in the sandbox encodes them, and `read_value` decodes them.
