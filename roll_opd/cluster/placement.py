@@ -1,8 +1,8 @@
 """Map the device numbers of `device_mapping` to bundles of Ray placement groups.
 
 Device d is device d % devices_per_node of node d // devices_per_node. Node 0 is the driver's host. The other nodes are
-ordered by rank or, in a Ray cluster that the run has joined, by address. Roles that use the same device number share
-the device.
+ordered by rank. In a Ray cluster that the run has joined, they are ordered by address. Roles that use the same device
+number share the device.
 
 On a machine without GPUs, a device is a slot. Unless the run is deterministic, a role then uses all cores of its node,
 because roles take turns for most of a step.

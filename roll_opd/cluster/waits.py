@@ -1,7 +1,8 @@
-"""The open waits of the driver: what waits, for what and how long, and when the run last made progress.
+"""Record the open waits of the driver, and the time at which the run last made progress.
 
-A wait is recorded for every call to a named actor, and when the producer, learner, scorer or weight sync waits for
-another of them. The start and the end of a wait count as progress. `watchdog` reports a run without progress.
+An open wait states which part waits, for what, and for how long. A wait is recorded for every call to a named actor. It
+is also recorded if one of these four parts waits for another one: the producer, the learner, the scorer, and weight
+sync. The start and the end of a wait count as progress. `watchdog` reports a run without progress.
 """
 
 import threading

@@ -51,7 +51,7 @@ class MicroBatches:
 
 
 def running_calls() -> dict[str, tuple[int, int]]:
-    """Return a map from each role with a long call to (micro-batches started so far, total number of micro-batches)."""
+    """Return a map: role with a long call -> (micro-batches started so far, total number of micro-batches)."""
     try:
         keys = [key.decode() for key in _internal_kv_list(_prefix())]
         found = {key.removeprefix(_prefix()): _internal_kv_get(key) for key in keys}

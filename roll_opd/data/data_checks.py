@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TagRows:
-    """The prompts with one tag: how many have no ground truth, and which names are in their column `domain`."""
+    """Facts about the prompts with one tag: prompts without a ground truth, and names in their column `domain`."""
 
     unanswered: int  # prompts without a ground_truth
     examples: tuple[str, ...]  # `file:line` of the first few of these prompts

@@ -72,7 +72,8 @@ class TeacherPrompts:
 def read_row(context: ContextPlan, row: Row) -> Row:
     """Return `row` with a teacher's hint and system message.
 
-    Raises `BadRow` if the row has no place for the hint or the system message, or lacks a value that they contain.
+    Raises `BadRow` if the row has no place for the hint or the system message, or if a placeholder in them has no value
+    in the row.
     """
     hint, system = context.hint, context.system_prompt
     if row.prompt is not None:

@@ -79,7 +79,7 @@ def writes_date(tokenizer: Any) -> bool:
 def with_date(tokenizer: Any, moment: datetime | None = None) -> Any:
     """Return `tokenizer` with `moment` as the date that its chat template writes.
 
-    If `moment` is None, the date is the run's date if that is set, and otherwise the current date.
+    If `moment` is None, the template writes the run's date, or the current date if the run's date is not set.
     """
     if writes_date(tokenizer):
         moment = moment or (datetime.fromisoformat(os.environ[VARIABLE]) if VARIABLE in os.environ else datetime.now())

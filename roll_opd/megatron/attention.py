@@ -134,7 +134,7 @@ class PackedAttention(torch.nn.Module):
         return out[..., :width].transpose(1, 2)[block.real_A].to(query_nHD.dtype)
 
     def _attend_by_scores(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
-        """Return the outputs in the form of `_attend`, for layers with sinks in the softmax or with capped scores."""
+        """Return the same outputs as `_attend`, for layers with sinks in the softmax or with capped scores."""
         q, k, v = _rows(query_nHD, block.query_BQ), _rows(key_NGD, block.key_BL), _rows(value_NGD, block.key_BL)
         if q.device.type == "cpu":
             q, k, v = q.float(), k.float(), v.float()

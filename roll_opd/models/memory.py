@@ -288,7 +288,8 @@ def _head(shard: ModelShard, tokens: int, size: int, stage: int) -> Parts:
 def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Parts:
     """Return the memory of an inference rank: its weights, and a KV cache.
 
-    The KV cache is for all `sequences` sequences at full length, but not for more sequences than vLLM runs by default.
+    The KV cache has room for all sequences at full length, but at most for the number of sequences that vLLM runs by
+    default.
 
         kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens
         kv_cache = layers * (kv_lora_rank + qk_rope_head_dim) * bytes * tokens        (latent attention)
@@ -310,8 +311,9 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
 def window_tokens(window: int, length: int, block: int, in_flight: int = VLLM_IN_FLIGHT) -> int:
     """Return how many tokens of a sequence vLLM stores in a layer with a window.
 
-    vLLM stores the last `window` - 1 tokens, and the tokens whose steps are scheduled. It stores them in blocks, plus
-    one block, because a window may start in the middle of a block (see vLLM's `SlidingWindowSpec`).
+    vLLM stores the last `window` - 1 tokens, and the tokens whose steps are scheduled. These tokens are stored in
+    blocks. One more block is needed, because a window may start in the middle of a block (see vLLM's
+    `SlidingWindowSpec`).
 
     Args:
         length: number of tokens of the sequence.

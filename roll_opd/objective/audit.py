@@ -1,4 +1,4 @@
-"""The f64 audit of an update: token rewards and advantages as columns, computed once per step, and their metrics.
+"""Audit an update in f64: compute token rewards and advantages as columns once per step, and their metrics.
 
 The update computes its advantages in f32, in `objective.loss`; see `objective.advantages` for the formulas.
 

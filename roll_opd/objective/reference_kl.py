@@ -21,7 +21,7 @@ def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
 
 
 def kl_coefs(samples: Sequence[Sample], objective: ObjectivePlan, kl_coef: float | None = None) -> list[float]:
-    """Return the KL coefficient of each reward domain, in the order of `by_domain`, and then that of the next step.
+    """Return the KL coefficients of all reward domains, in the order of `by_domain`, and last of the next step.
 
     With a `target_kl`, the coefficient is adapted after each domain, from the mean KL of the domain's samples. The
     result is used for the next domain; after the last domain, it is used for the next step. ROLL does the same.

@@ -234,8 +234,8 @@ class Checkpoints:
     def _failing(self, step: int) -> Iterator[None]:
         """Remove the partial checkpoint of `step` if the block raises an error.
 
-        The error is raised as a CheckpointError, except for a TypeError, AttributeError or NameError, which is an error
-        of the pipeline and not of the disk.
+        The error is raised as a CheckpointError. A TypeError, AttributeError or NameError is raised unchanged, because
+        it is an error of the pipeline and not of the disk.
         """
         try:
             yield

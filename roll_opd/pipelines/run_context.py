@@ -101,8 +101,7 @@ class Run:
         logs are complete up to every valid checkpoint. With `async_save`, a checkpoint may become valid only after a
         later step, but the checkpoint of the last step becomes valid after its own block.
 
-        If SIGTERM has arrived, a checkpoint is written in any case, and Terminated is raised, except after the last
-        step.
+        If SIGTERM has arrived, a checkpoint is always written. Terminated is then raised, except after the last step.
 
         Args:
             kl_coef: KL coefficient of the next step.

@@ -1,4 +1,4 @@
-"""The start-up of a run: start Ray, start the rewards and try them, validate the teachers, and start the roles."""
+"""Start a run: start Ray and the rewards, try the rewards, validate the teachers, and start the roles."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence

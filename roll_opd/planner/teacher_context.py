@@ -41,8 +41,8 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
 def prefix_topk(role: Role, top: Top) -> int:
     """Return the number k of most likely tokens that a teacher must return for each token; 0 if none are needed.
 
-    Only a teacher with a tokenizer other than the student's needs a top-k, because the log-prob of a single student
-    token is computed from it. If log-probs are compared per chunk of text, no top-k is needed.
+    Only a teacher with a tokenizer other than the student's needs a top-k, because the log-probs of single student
+    tokens are computed from the top-k. If log-probs are compared per chunk of text, no top-k is needed.
     """
     if not role.is_aligned or role.info is None or top.opd_chunk_credit != "prefix":
         return 0

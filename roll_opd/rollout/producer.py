@@ -237,8 +237,8 @@ class _Production:
     def _admit_known(self) -> None:
         """Assign group numbers to the next draws, as long as these draws need no sampling.
 
-        A draw needs no sampling in two cases. Either it was trained on or filtered out before a resume, or its group
-        was restored from a checkpoint and the window has room for the group.
+        A draw needs no sampling in two cases. Either the draw was trained on or filtered out before a resume. Or its
+        group was restored from a checkpoint, and the window has room for the group.
         """
         while (draw := self._source.position) in self._passed or (draw in self._restored and self._window.room):
             if draw in self._passed:

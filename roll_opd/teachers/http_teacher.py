@@ -91,8 +91,8 @@ class HttpScorer:
             url: address of the server.
             path: path on the server.
             method: HTTP method of the requests.
-            retry_seconds: time limit for retries. If None, it is taken from the plan, and it is at most
-                `REPLICA_SECONDS` if there are several servers.
+            retry_seconds: time limit for retries. If None, the limit in the plan is used; with several servers, it is
+                at most `REPLICA_SECONDS`.
         """
         key, (limits, gives_up) = self._api_key(), self._limits(retry_seconds)
         headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -40,8 +40,8 @@ def mix_chord(
 ) -> Tensor:
     """Return the loss of CHORD. arXiv 2508.11408.
 
-    The loss is that of `mix`, with μ from the schedule `chord_mu` and with -sg(p(1-p)) · logprobs on demonstrations.
-    The factor p(1-p) is small if the probability p of a token is near 0 or 1.
+    The loss is the same as in `mix`, with two changes: μ follows the schedule `chord_mu`, and the loss on
+    demonstrations is -sg(p(1-p)) · logprobs. The factor p(1-p) is small if the probability p of a token is near 0 or 1.
 
     Args:
         enable_phi_function: whether the factor p(1-p) is used.

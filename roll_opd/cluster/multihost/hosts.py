@@ -249,7 +249,7 @@ class Hosts:
 
 
 def dismiss(host: LaunchedHost, code: int) -> None:
-    """Make the other hosts, which wait for host 0, exit with the exit code `code`, because the run cannot start."""
+    """Make the waiting hosts exit with the exit code `code`, because the run cannot start."""
     with suppress(LaunchError):
         Hosts(host).end(code)
 

@@ -110,7 +110,7 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
 def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
     """Return the known keys of `data`, and report all other keys.
 
-    If a value is null but its type does not accept null, the key is left out, so that it gets its default.
+    If a value is null but the key does not accept null, the key is left out and gets its default.
     """
     kept: dict[str, Any] = {}
     keys = keys_of(section)

@@ -44,7 +44,7 @@ def f1(answer: str, gold: str) -> float:
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the first number of the answer that is boxed or announced, or else the last number of the text.
+    """Return the first number of the boxed or announced answer, or else the last number of the text.
 
     If such an answer has an equals sign, only the text after its last equals sign is read.
     """
