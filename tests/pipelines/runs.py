@@ -95,10 +95,11 @@ def launch(
     config: tuple[str, str] = ("demo", "onpolicy_distill"),
     kill_when: Callable[[], bool] | None = None,
     columns: int = 1000,
+    seconds: float = SECONDS,
 ) -> Run:
     """Run the launcher to its end, or until `kill_when` returns true and it is ended by SIGKILL.
 
-    Afterwards no process and no file in its TMPDIR may remain. Its output is `columns` wide.
+    It may take `seconds`. Afterwards no process and no file in its TMPDIR may remain. Its output is `columns` wide.
     """
     mark = f"{output_dir}-{time.monotonic_ns()}"
     log = output_dir.parent / f"{output_dir.name}-{time.monotonic_ns()}.log"
@@ -109,21 +110,21 @@ def launch(
     temporaries = Path(tempfile.mkdtemp(prefix="run-", dir="/tmp"))  # short, for sockets
     with mock.patch.dict(os.environ, {MARK: mark, "COLUMNS": str(columns), "TMPDIR": str(temporaries)}):
         pid, ended = start(words, log)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while (code := ended()) is None:
         if kill_when and kill_when():
             os.kill(pid, signal.SIGKILL)
             kill_when = None
         elif time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"no end after {SECONDS} s:\n{log.read_text()[-4000:]}")
+            raise AssertionError(f"no end after {seconds:g} s:\n{log.read_text()[-4000:]}")
         time.sleep(0.01)
-    seconds = time.monotonic() - began
+    took = time.monotonic() - began
     wait_until_gone(mark)
     assert [str(path) for path in temporaries.rglob("*")] == []
     temporaries.rmdir()
     latest = output_dir / config[0] / "latest"
-    return Run(code, log.read_text(), latest, seconds)
+    return Run(code, log.read_text(), latest, took)
 
 
 def _started(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:
