@@ -57,7 +57,7 @@ class Games:
             for place, task in enumerate(tasks)
             for run in range(self._rollout.sampling.n)
         ]
-        generating = asking = 0.0  # the second with the way to the engines' processes and back
+        generating = asking = 0.0  # seconds in the engines; the same with the transfer to and from their processes
         while playing := [game for game in games if not game.over]:
             requests = [self._request(game) for game in playing]
             asked = time.perf_counter()
@@ -77,10 +77,10 @@ class Games:
         if settings["agent_system_template"]:
             game.messages.append({"role": "system", "content": settings["agent_system_template"]})
         instruction = info.get("env_instruction")
-        self._told(game, observation, f"{instruction}\n" if instruction else "")
+        self._observe(game, observation, f"{instruction}\n" if instruction else "")
         return game
 
-    def _told(self, game: _Game, observation: str, before: str = "") -> None:
+    def _observe(self, game: _Game, observation: str, before: str = "") -> None:
         """Append an observation to the tokens; the earlier tokens do not change."""
         number, most = len(game.answers) + 1, game.settings["max_steps"]
         said = game.settings["agent_template"].format(
@@ -115,7 +115,7 @@ class Games:
         full = len(game.tokens) >= self._rollout.max_model_len
         game.over = terminated or truncated or full or len(game.answers) == game.settings["max_steps"]
         if not game.over:
-            self._told(game, observation)
+            self._observe(game, observation)
 
     def _ended(self, game: _Game) -> Sample:
         self._idle[game.tag].append(game.environment)

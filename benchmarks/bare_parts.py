@@ -21,7 +21,7 @@ from roll_opd.inference.completion import Completion
 
 CLOSE_SECONDS = 20
 TURNS = 3  # moves of a role off its device and back
-# has the step's samples made by the engines; returns the seconds of each part of that, and the experiences
+# samples a step on the engines; returns the seconds of each part of the sampling, and the experiences
 Sample = Callable[[Sequence["Part"]], tuple[dict[str, float], list]]
 
 
@@ -74,7 +74,7 @@ def time_moves(plan: RunPlan, log: Path) -> dict[str, dict[str, Any]]:
 def _step(
     plan: RunPlan, sample: Sample, step: int, engines: list["Part"], student: list["Part"], teacher: list["Part"]
 ) -> dict[str, float]:
-    # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
+    # imported here, because the engines' processes import this module too and do not need these modules
     from roll_opd.objective.columns import loss_columns
     from roll_opd.samples.sample import with_columns
     from roll_opd.samples.sample_columns import logprobs_column

@@ -116,7 +116,7 @@ def judged(claim: ModuleType, result: dict[str, Any], bars: dict[str, float]) ->
     """Return the figures and verdicts of a claim, with the first seeds and, if there are any, with the others."""
     found: dict[str, Any] = {}
     for ending, first in (("", True), ("_again", False)):
-        # arms of a search have no runs with the other seeds, and count in both
+        # arms of a search have runs with the first seeds only, so their runs count in both verdicts
         searched = {arm for arm, values in result["arms"].items() if "seeds" in values}
         chosen = [run for run in result["runs"] if (run["seed"] in result["seeds"]) == first or run["arm"] in searched]
         if {run["seed"] for run in chosen} - (set() if first else set(result["seeds"])):

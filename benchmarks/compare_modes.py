@@ -21,14 +21,14 @@ from roll_opd.tracking.summary import ACCURACY
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PURE, RLVR = "start_onpolicy_distill_pipeline.py", "start_rlvr_pipeline.py"
-MODES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # launcher, configuration, the role that learns, overrides
+MODES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # launcher, configuration, role of the student, overrides
     "pure": (PURE, "onpolicy_distill", "student_train", ()),
     "mixed": (RLVR, "rlvr_opd", "actor_train", ()),
     "grpo": (RLVR, "rlvr", "actor_train", ()),
     "topk": (PURE, "onpolicy_distill", "student_train", ("opd_objective=topk", "opd_topk=8")),
     "full": (PURE, "onpolicy_distill", "student_train", ("opd_objective=full",)),
 }
-GOAL = 0.8  # of the teacher's validation accuracy, which is 1; the table says when it was first seen
+GOAL = 0.8  # validation accuracy (the teacher's is 1); the table has the first step that reached it
 BUDGETS = (30_000, 60_000, 120_000)  # generated tokens at which the modes are compared
 
 
@@ -37,10 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["pure", "mixed", "grpo"])
-    parser.add_argument("--learning_rate", type=float, help="instead of the configurations' own")
-    parser.add_argument("--eval_steps", type=int, default=2, help="how finely the goal is seen (%(default)s)")
+    parser.add_argument("--learning_rate", type=float, help="replaces the learning rate of the configurations")
+    parser.add_argument("--eval_steps", type=int, default=2, help="steps between two validations (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every run here")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configurations")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the configurations")
     options = parser.parse_intermixed_args(arguments)
     results = []
     for mode in options.modes:
@@ -83,7 +83,7 @@ def run(mode: str, seed: int, eval_steps: int, learning_rate: float | None, over
         "seed": seed,
         "accuracy_first": summary["val_accuracy_first"],
         "accuracy_last": summary["val_accuracy_last"],
-        "curve": curve,  # (steps, tokens generated and seconds so far, without validation; validation accuracy)
+        "curve": curve,  # (steps, generated tokens and seconds so far, without validation; validation accuracy)
         "steps": summary["steps"],
         "generated_tokens": summary["generated_tokens"],
     }

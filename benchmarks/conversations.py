@@ -40,7 +40,7 @@ from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.clock import PhaseClock
 
-SLICE = 0.02  # seconds of a point of the timeline
+SLICE = 0.02  # seconds between two points of the timeline
 
 
 @ray.remote
@@ -49,7 +49,7 @@ class WatchedEngine(RolloutWorker.__ray_actor_class__):  # type: ignore[name-def
 
     async def setup(self, *arguments: Any) -> None:
         """Start it."""
-        self._events: list[tuple[float, int]] = []  # when, and how many more or fewer
+        self._events: list[tuple[float, int]] = []  # (time, change in the number of requests)
         await super().setup(*arguments)
 
     async def generate(self, requests: Sequence[Any], *arguments: Any) -> Any:
@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48, help="the most of an answer")
+    parser.add_argument("--tokens", type=int, default=48, help="maximum tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--at-most", type=float, metavar="SHARE")
@@ -114,7 +114,7 @@ def main() -> int:
     }
     print(
         f"idle {result['idle_share']:.1%} of the time; {result['tokens_per_second']:.0f} tokens/s in conversations,"
-        f" {result['tokens_per_second_at_once']:.0f} when all is asked for at once"
+        f" {result['tokens_per_second_at_once']:.0f} when all answers are requested together"
     )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

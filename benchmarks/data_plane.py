@@ -21,7 +21,7 @@ from lengths import LENGTHS, TOKENS
 from pipeline_run import machine
 
 ANSWERS = 8  # to a prompt
-MODES = {  # configuration, whether it is pure distillation, overrides
+MODES = {  # mode -> (configuration, whether it is pure distillation, overrides)
     "pure": ("onpolicy_distill", True, ()),
     "topk": ("onpolicy_distill", True, ("opd_objective=topk", "opd_topk=64")),
     "full": ("onpolicy_distill", True, ("opd_objective=full",)),
@@ -29,7 +29,7 @@ MODES = {  # configuration, whether it is pure distillation, overrides
 }
 STUDENT = {True: ("student_train", "student_infer"), False: ("actor_train", "actor_infer")}
 CHUNK_TOKENS = 32_768  # of a teacher's micro-batch
-UPDATES = 2  # a step, so that old log-probs are asked for
+UPDATES = 2  # updates per step; with more than one, old log-probs are computed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +57,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1000, 10_000])
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["fixed", "tail"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["pure", "mixed"])
-    parser.add_argument("--steps", type=int, default=2, help="that are measured, after a first one (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, help="of each role, data-parallel (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps, after one more step (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="data-parallel ranks of each role (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every point here")
     options = parser.parse_args(arguments)
     least = ANSWERS * UPDATES * options.ranks
@@ -118,9 +118,9 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['mode']}, {result['lengths']}: {result['sequences']:,} sequences, {millions:.2f} M response tokens",
         *(f"  {name:32} {seconds:8.3f} s CPU" for name, seconds in result["parts"].items()),
-        f"  {'all threads of the driver':32} {result['cpu']:8.3f} s CPU, {result['cpu'] / millions:.3f} µs a token",
+        f"  {'all threads of the driver':32} {result['cpu']:8.3f} s CPU, {result['cpu'] / millions:.3f} µs per token",
         f"  {'sent, received':32} {result['sent'] / 2**20:8.1f} MiB, {result['received'] / 2**20:.1f} MiB",
-        f"  {'memory of its own, at the peak':32} {result['private_peak'] / 2**20:8.1f} MiB,"
+        f"  {'private memory, at the peak':32} {result['private_peak'] / 2**20:8.1f} MiB,"
         f" {result['private_before'] / 2**20:.1f} MiB before the first step",
         f"  {'shared with the object store':32} {result['shared_peak'] / 2**20:8.1f} MiB",
         "",

@@ -30,7 +30,7 @@ def main() -> int:
     """Measure and print the figures; return 1 if the engines were idle for more than `--at-most`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--environments", type=int, default=512)
-    parser.add_argument("--think", type=float, default=0.2, help="the most seconds of a step")
+    parser.add_argument("--think", type=float, default=0.2, help="maximum seconds of a step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--at-most", type=float, metavar="SHARE")

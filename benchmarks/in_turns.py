@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from pipeline_run import ENTRY, NAME, ONLY_STEPS, machine
 
-WARMUP = 5  # first steps of each side, that run beside each other
+WARMUP = 5  # first steps of each side, during which both sides run
 ENDLESS = 100_000  # steps
 END_SECONDS = 60
 
@@ -41,16 +41,16 @@ class Side:
         with self._log.open("w") as output:
             command = [sys.executable, str(ENTRY), *config, *settings]
             self._process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        self.seconds: list[float] = []  # of whole steps
-        self.cpu: dict[str, float] = defaultdict(float)  # seconds, by kind of process
-        self.steps = 0  # in which those were spent
+        self.seconds: list[float] = []  # of complete steps
+        self.cpu: dict[str, float] = defaultdict(float)  # CPU seconds by kind of process
+        self.steps = 0  # number of steps in which the CPU seconds were spent
 
     def rows(self) -> list[dict[str, float]]:
         """Return the recorded rows of its steps; exit if the run has ended."""
         if self._process.poll() is not None:
             sys.exit(f"the run ended with exit code {self._process.returncode}:\n{self._log.read_text()[-4000:]}")
         text = self._record.read_text() if self._record.exists() else ""
-        lines = text.rpartition("\n")[0].splitlines()  # the last one may be half written
+        lines = text.rpartition("\n")[0].splitlines()  # the last line may be incomplete
         return [row for row in map(json.loads, lines) if row["step"] > 0]
 
     def run(self, steps: int) -> None:
@@ -64,7 +64,8 @@ class Side:
             self.cpu[role] += seconds - spent[role]
         rows = self.rows()[before:]
         self.steps += len(rows)
-        self.seconds += [row["time/step"] for row in rows[1:]]  # the first one was under way when it was stopped
+        # the first step was interrupted by the other side's turn
+        self.seconds += [row["time/step"] for row in rows[1:]]
 
     def signal(self, number: int) -> None:
         """Send a signal to all its processes."""
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table; return 1 if the ratio of the second side's step time to the first's is above
     `--at-most`."""
     options, sides = parse(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise an exception, so that started processes are ended
     with started(options, sides) as both:
         while len(both[0].rows()) < WARMUP or len(both[1].rows()) < WARMUP:
             time.sleep(0.3)
@@ -143,11 +144,16 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, tuple[list[str]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config_path", default="demo", metavar="DIR")
     parser.add_argument("--config_name", default="onpolicy_distill", metavar="NAME")
-    parser.add_argument("--steps", type=int, default=60, metavar="N", help="whole steps a side")
+    parser.add_argument("--steps", type=int, default=60, metavar="N", help="complete steps per side")
     parser.add_argument("--window", type=int, default=4, metavar="N", help="steps of a turn, at least 2")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--at-most", type=float, metavar="RATIO", help="exit with 1 when the ratio is above")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the first side; of the second behind --")
+    parser.add_argument("--at-most", type=float, metavar="RATIO", help="exit with 1 if the ratio is higher")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings of the first side; after --, settings of the second side",
+    )
     if "--" not in arguments:
         parser.error("write -- between the settings of the first side and those of the second")
     between = list(arguments).index("--")

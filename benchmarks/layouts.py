@@ -25,10 +25,10 @@ from loglog import Panel, drawn
 from models import make_model
 
 AXES = ("tokens", "length", "layout")
-LENGTH, PACK = 256, 2048  # tokens of a sequence, and of a micro-batch, where they do not grow
-SEQUENCES = (8, 16, 32, 64)  # of an update, along `tokens`
+LENGTH, PACK = 256, 2048  # tokens of a sequence and of a micro-batch, on axes along which these are constant
+SEQUENCES = (8, 16, 32, 64)  # per update, along `tokens`
 LENGTHS = (128, 256, 512, 1024, 2048)  # along `length`
-STEP_TOKENS = 4096  # of an update, along `length` and `layout`
+STEP_TOKENS = 4096  # tokens of an update, along `length` and `layout`
 KINDS = {"tensor": "tp", "pipeline": "pp", "context": "cp", "data": "dp"}
 RANKS = (1, 2, 4)
 MIB = 2**20
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axis", nargs="*", choices=AXES, default=AXES)
     parser.add_argument("--parameters", type=float, default=8e6)
-    parser.add_argument("--rounds", type=int, default=5, help="that are timed; the median counts")
-    parser.add_argument("--threads", type=int, default=2, help="of the one rank along tokens and length")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; the median counts")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the single rank, along tokens and length")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)  # of a process that measures
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)  # for a process that measures
     options = parser.parse_args(arguments)
     if options.rank_of:
         measure(Ranks(**json.loads(Path(options.rank_of).read_text())), Path(options.rank_of).parent)
@@ -124,7 +124,7 @@ def measure(ranks: Ranks, directory: Path) -> None:
         optimizer=OptimizerPlan(learning_rate=1e-6),
     )
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     trainer = MegatronTrainer(plan, seed=0, deterministic=False)
     watch = AttentionWatch(trainer.chunks)
     seconds: list[dict[str, list[float]]] = [{"update": [], "logprobs": [], "attention": []} for _ in ranks.batches]
@@ -137,7 +137,7 @@ def measure(ranks: Ranks, directory: Path) -> None:
             with watch:
                 trainer.compute_logprobs([(sample.tokens, 1) for sample in samples], 1.0)
             ended = time.perf_counter()
-            if turn:  # the first one makes the optimizer's state
+            if turn:  # the first update creates the optimizer's state
                 for name, value in zip(times, (trained - began, ended - trained, watch.seconds), strict=True):
                     times[name].append(value)
     rank = torch.distributed.get_rank()

@@ -3,7 +3,7 @@
 import numpy as np
 
 TOKENS, LONGEST = 1024, 16_384  # length of a response in `fixed`, longest response in `tail`
-SHORT = 32  # length of a response in `short`, which shows the cost of a sample apart from that of its tokens
+SHORT = 32  # length of a response in `short`, where the cost of a sample outweighs the cost of its tokens
 LENGTHS = ("fixed", "tail", "short")
 
 

@@ -27,22 +27,22 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.config.plan import RunPlan
 from roll_opd.planner.build import load_plan
 
-# of the demo with larger models: 64 sequences of up to 75 tokens a step
+# overrides of the demo, for larger models: 64 sequences of up to 75 tokens per step
 LARGER = (
     "rollout_batch_size=16",
     "response_length=64",
-    "student_train.training_args.per_device_train_batch_size=32",  # on two devices, in one update
+    "student_train.training_args.per_device_train_batch_size=32",  # one update on two devices
     "student_train.training_args.gradient_accumulation_steps=1",
 )
 CASES = ("configured", "larger")
 OVERLAPPING = ("generate", "teacher")
-Rates = Mapping[str, Mapping[str, float]]  # of each phase: flops and bytes a second of its devices
+Rates = Mapping[str, Mapping[str, float]]  # phase -> flops and bytes per second of its devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run every case and print its table."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise an exception, so that started processes are ended
     results: dict[str, Any] = {}
     for case in options.cases:
         print(f"{case} ...", flush=True)
@@ -63,15 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line; exit code 2 if no step is left to measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="larger: with models made here")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), help="`larger` uses models with random weights"
+    )
     parser.add_argument("--config_path", default="demo", metavar="DIR")
     parser.add_argument("--config_name", default="onpolicy_distill", metavar="NAME")
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="warm-up included")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="first steps, not counted")
-    parser.add_argument("--student", type=float, default=20e6, metavar="N", help="its parameters, of larger")
+    parser.add_argument(
+        "--student", type=float, default=20e6, metavar="N", help="parameters of the student, in the case `larger`"
+    )
     parser.add_argument("--teacher", type=float, default=80e6, metavar="N")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the configuration")
     options = parser.parse_intermixed_args(arguments)
     if options.warmup < 0 or options.steps <= options.warmup:
         parser.error("--steps must be more than --warmup")

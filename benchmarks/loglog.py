@@ -59,7 +59,8 @@ def _panel(panel: Panel) -> list[str]:
         path = "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{colour}"/>' for a, b in points]
-        free = min(points[-1][1] + 4, free - LABEL_GAP)  # from the lowest up: labels do not lie on each other
+        # from the lowest line to the highest, so that labels do not overlap
+        free = min(points[-1][1] + 4, free - LABEL_GAP)
         parts.append(f'<text x="{WIDTH - RIGHT + 8}" y="{free:.1f}" fill="{colour}">{escape(name)}</text>')
     return parts
 

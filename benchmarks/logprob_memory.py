@@ -31,10 +31,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each way; the median counts")
+    parser.add_argument("--rounds", type=int, default=3, help="processes for each computation; the median counts")
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--unbounded", action="store_true", help="do not fail where a bound is missed")
-    parser.add_argument("--way", choices=("eager", "chunked"), help=argparse.SUPPRESS)  # of a process that measures
+    parser.add_argument("--unbounded", action="store_true", help="do not fail if a bound is exceeded")
+    parser.add_argument("--way", choices=("eager", "chunked"), help=argparse.SUPPRESS)  # for a process that measures
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     weight_VE = (0.05 * torch.randn(options.vocab, options.hidden, generator=generator)).to(device).requires_grad_()
     targets_N = torch.randint(options.vocab, (options.tokens,), generator=generator).to(device)
     incoming_N = torch.randn(options.tokens, generator=generator).to(device)
-    # filled, so that their pages exist: a gradient is added to them
+    # written once, so that the kernel has allocated their pages before the measurement
     hidden_NE.grad = torch.full_like(hidden_NE, 0.0).add_(0.0)
     weight_VE.grad = torch.full_like(weight_VE, 0.0).add_(0.0)
     torch.randn(64, 64, device=device).matmul(torch.randn(64, 64, device=device))  # the library's own start
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         if options.way == "eager":
             logits_NV = hidden_NE @ weight_VE.T
             logprobs_N = logits_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
-            del logits_NV  # the kindest reading: nobody else needs the logits
+            del logits_NV  # favours the eager computation: in training, other code may keep the logits
         else:
             assert dist.group.WORLD is not None
             vocab = VocabShard(weight_VE, 1.0, options.vocab, dist.group.WORLD, weight_grad_VE=weight_VE.grad)
@@ -98,7 +98,7 @@ class _ResidentPeak:
 
     def __enter__(self) -> "_ResidentPeak":
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the recorded peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the recorded peak
             self._watcher = None
         except OSError:
             self._highest, self._over = 0, threading.Event()
@@ -149,7 +149,7 @@ def compare(rounds: dict[str, list[dict[str, float]]]) -> dict[str, float]:
     )
     for key in ("logprobs", "hidden_grad", "weight_grad"):
         if abs(eager[key] - chunked[key]) > 1e-5 * abs(eager[key]):
-            raise ValueError(f"{key}: {eager[key]} against {chunked[key]}; the two ways computed different things")
+            raise ValueError(f"{key}: {eager[key]} against {chunked[key]}; the two computations differ")
     return {
         "eager_seconds": eager["seconds"],
         "chunked_seconds": chunked["seconds"],

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 ROUNDS = 5
-SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}  # of square matrices; the better one counts
+SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}  # sizes of square matrices; the better rate counts
 BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # beyond any cache
 CALLS = {"cpu": 1, "cuda": 20}  # a round
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -38,7 +38,7 @@ def measure(threads: int, dtype: str) -> dict[str, float]:
 
     def fastest(call: Callable[[], object]) -> float:
         seconds = []
-        for _ in range(ROUNDS + 1):  # the first one warms up
+        for _ in range(ROUNDS + 1):  # the first round is a warm-up
             began = time.perf_counter()
             for _ in range(CALLS[device]):
                 call()
@@ -51,7 +51,8 @@ def measure(threads: int, dtype: str) -> dict[str, float]:
     for size in SIZES[device]:
         a, b = (torch.randn(size, size, device=device).to(getattr(torch, DTYPES[dtype])) for _ in range(2))
         out = torch.empty_like(a)
-        flops = max(flops, 2 * size**3 / fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out)))  # type: ignore[misc]
+        # type: ignore[misc]
+        flops = max(flops, 2 * size**3 / fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out)))
     x, y, z = (torch.ones(BUFFER_BYTES[device] // 4, device=device) for _ in range(3))
     copied = 2 * x.nbytes / fastest(lambda: x.copy_(y))
     triad = 3 * x.nbytes / fastest(lambda: torch.add(y, z, alpha=2.0, out=x))

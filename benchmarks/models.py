@@ -13,11 +13,11 @@ from pathlib import Path
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo" / "models"
 VOCAB = 4096
-HEAD_DIM, KV_HEADS = 32, 4  # 4: they can be cut for up to four ranks
+HEAD_DIM, KV_HEADS = 32, 4  # 4 heads can be divided over up to four ranks
 WIDTHS = range(128, 8193, 128)  # multiples of KV_HEADS x HEAD_DIM
-ASPECT = 85  # hidden size over layers that is aimed at, as models of this size have it
+ASPECT = 85  # target for hidden size divided by layers, as in published models of these sizes
 MOST_LAYERS = 64
-OFF_BY = 0.1  # share of the parameters that a shape may have more or less than wanted
+OFF_BY = 0.1  # allowed relative difference from the requested number of parameters
 
 
 def shape_of(parameters: float, vocab: int = VOCAB) -> dict[str, int]:
@@ -30,7 +30,7 @@ def shape_of(parameters: float, vocab: int = VOCAB) -> dict[str, int]:
         if off <= OFF_BY and layers <= MOST_LAYERS:
             found.append((max(hidden / layers / ASPECT, ASPECT * layers / hidden), hidden, layers))
     if not found:
-        raise ValueError(f"no shape has {parameters:.3g} parameters with a vocabulary of {vocab}; ask for more")
+        raise ValueError(f"no shape has {parameters:.3g} parameters with a vocabulary of {vocab}; choose more")
     _, hidden, layers = min(found)
     return {
         "num_hidden_layers": layers,
@@ -81,7 +81,7 @@ def make_model(directory: Path, parameters: float, seed: int, vocab: int = VOCAB
 def made_models(directory: Path, student: float, teacher: float) -> list[str]:
     """Write a student and a teacher of these sizes; return the overrides with which the demo's roles use them."""
     roles = {"student": ("student_train", "student_infer"), "teacher": ("teacher",)}
-    overrides = ["teacher_preflight=false"]  # models that know nothing would not pass
+    overrides = ["teacher_preflight=false"]  # untrained models would not pass it
     for seed, (name, parameters) in enumerate({"student": student, "teacher": teacher}.items()):
         path = make_model(directory / name, parameters, seed)
         overrides += [f"{role}.model_args.model_name_or_path={path}" for role in roles[name]]

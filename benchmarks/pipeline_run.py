@@ -14,7 +14,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENTRY = REPOSITORY / "examples" / "start_onpolicy_distill_pipeline.py"
 NAME = "measured"
-# nothing but steps: what is left of a checkpoint and a validation is subtracted
+# only steps; the seconds of a remaining checkpoint or validation are subtracted
 ONLY_STEPS = ("++validation=null", "++save_steps=0", "++eval_steps=0", f"exp_name={NAME}")
 NOT_A_STEP = ("validate", "checkpoint")
 STOP_SECONDS = 30
@@ -40,7 +40,7 @@ def run_pipeline(
         try:
             code = _ended(process, look)
         finally:
-            if process.poll() is None:  # we are interrupted: let it end its own processes first
+            if process.poll() is None:  # this process was interrupted: the run first ends its processes
                 process.send_signal(signal.SIGINT)
                 process.wait(STOP_SECONDS)
     if code:
@@ -49,7 +49,7 @@ def run_pipeline(
     return [row for row in map(json.loads, lines) if row["step"] > 0]  # step 0 is the start
 
 
-# of a log that a run writes: colours and workers' lines in Ray's form, warnings of other packages, blank lines
+# lines of a run's log with colours or in Ray's form for workers, warnings of other packages, blank lines
 NOT_SHOWN = re.compile(r"\x1b\[|^\s*$|Warning: |^\s*warnings\.warn\(")
 
 

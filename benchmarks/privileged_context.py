@@ -23,7 +23,7 @@ LAUNCHER = Path(__file__).resolve().parent.parent / "examples" / "start_onpolicy
 HINTLESS = ("teacher.hint=null", "allow_self_teacher=true")
 SAMPLED = ("opd_objective=sampled", "opd_divergence=reverse_kl")
 MODES: dict[str, tuple[str, ...]] = {
-    "frozen": (),  # the file as it is
+    "frozen": (),  # no overrides
     "frozen, no hint": HINTLESS,
     "frozen, sampled tokens": SAMPLED,
     "lagged, every 10 steps": ("+teacher.follows_student={update_interval: 10}",),
@@ -33,7 +33,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "live, a hint that is always the same": ("+teacher.follows_student={}", 'teacher.hint="000"'),
 }
 SHORT = {REWARD: "reward", ENTROPY: "entropy", LENGTH: "length", AGREEMENT: "agreement"}
-GOAL = 0.8  # validation accuracy; the table says when it was first seen
+GOAL = 0.8  # validation accuracy; the table has the first step that reached it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ class Seen:
 
     parent: int
     title: str
-    peak: int  # bytes; the kernel's own high-water mark
+    peak: int  # bytes; the high-water mark that the kernel records
 
 
 class PeakMemory:
@@ -42,7 +42,7 @@ class PeakMemory:
             except (OSError, psutil.Error):
                 continue  # it has ended meanwhile
             seen.peak = max(seen.peak, peak)
-            if title.startswith(tuple(TITLES)):  # the title of a worker is that of its actor only while it is one
+            if title.startswith(tuple(TITLES)):  # a worker has its actor's title only while the actor lives
                 seen.title = title
 
     def roles(self) -> dict[int, str]:

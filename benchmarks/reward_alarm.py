@@ -92,7 +92,7 @@ def print_limit(rng: np.random.Generator, runs: int) -> None:
             found = evidence(rewards(rng, curve(np.arange(500)), runs, prompts))
             for first, last in ((0, 48), (48, 96), (96, 192), (192, 500)):
                 most = np.max([array for steps, array in found.items() if first < steps <= last], axis=0)
-                most = np.maximum(most, -9)  # without a fall that counts
+                most = np.maximum(most, -9)  # -inf if no fall was found
                 shown = " ".join(f"{np.quantile(most, 1 - share):6.2f}" for share in (0.001, 0.002, 0.004))
                 print(f"{prompts:3} x {SAMPLES}  {name:20} steps {first:3} to {last}: {shown}", flush=True)
 

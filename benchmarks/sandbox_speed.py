@@ -15,7 +15,7 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import RewardSample, Score
 
-# programs that read a number; the second of each pair is wrong for some number below 5
+# pairs of programs that read a number; the second program is wrong for some numbers below 5
 PROGRAMS = (
     ("print(int(input()) ** 2)", "n = int(input())\nprint(n * 2)", lambda n: n * n),
     ("import math\nprint(math.factorial(int(input())))", "print(1 + int(input()))", lambda n: (1, 1, 2, 6, 24)[n]),
@@ -58,12 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=1000, metavar="N")
     parser.add_argument("--cases", type=int, default=5, metavar="N")
-    parser.add_argument("--workers", type=int, metavar="N", help="programs at once; default: the CPUs")
-    parser.add_argument("--at-least", type=float, default=0.0, metavar="SPEED", help="exit with 1 when it is slower")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="programs that run at the same time (default: number of CPUs)"
+    )
+    parser.add_argument(
+        "--at-least", type=float, default=0.0, metavar="SPEED", help="exit with 1 if fewer programs per second ran"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(arguments)
     speed, wrong = measure(options.programs, options.cases, options.workers)
-    print(f"{speed:.1f} programs/s of {options.cases} cases, {wrong} of {options.programs} verdicts wrong")
+    print(f"{speed:.1f} programs/s with {options.cases} cases each, {wrong} of {options.programs} verdicts wrong")
     if options.json:
         machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         settings = {"programs": options.programs, "cases": options.cases, "workers": options.workers}

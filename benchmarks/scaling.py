@@ -30,30 +30,30 @@ from roll_opd.models.model_info import read_model
 from roll_opd.planner.build import load_plan
 
 AXES = ("batch", "length", "model", "ranks")
-WORK = {  # what the cost is fitted against
+WORK = {  # axis -> quantity against which the cost is fitted
     "batch": "tokens of a step",
     "length": "tokens of a step",
     "model": "parameters of the phase's model",
     "ranks": "ranks of every role",
 }
-PROMPTS, ANSWERS, LENGTH, SEQUENCES = 8, 4, 64, 8  # of factor 1; sequences of a micro-batch, before it counts tokens
-MORE_PROMPTS = 32  # along the ranks, so that each of them has some
+PROMPTS, ANSWERS, LENGTH, SEQUENCES = 8, 4, 64, 8  # sizes at factor 1; SEQUENCES: per micro-batch
+MORE_PROMPTS = 32  # along the axis `ranks`, so that every rank has prompts
 MOST_RANKS = 4
-SPREAD = [  # along the other axes: student and sampler beside each other, the teacher over both
+SPREAD = [  # along the other axes: student and sampler on separate devices, the teacher on both
     "student_train.device_mapping=[0]",
     "student_infer.device_mapping=[1]",
     "parallel@teacher.strategy_args.strategy_config=tp2",
 ]
 SUPERLINEAR = 1.1
-NOISE = 0.02  # that an exponent of counted work may be off by, as lengths differ
-FLAT = 1.05  # memory that grows by less from first to last does not grow
+NOISE = 0.02  # tolerance for an exponent of counted work, since lengths differ
+FLAT = 1.05  # memory counts as constant if it grows by a smaller factor from the first point to the last
 POWERS = [step / 20 for step in range(1, 61)]  # 0.05 to 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the requested axes, print their tables, and draw all axes in the JSON file."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise an exception, so that started processes are ended
     is_there = options.json and options.json.is_file()
     before = json.loads(options.json.read_text())["axes"] if is_there else {}
     results = {axis: {"points": old["points"], **fitted(old["points"], axis)} for axis, old in before.items()}
@@ -82,17 +82,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line; exit code 2 if there is nothing to fit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--axis", nargs="*", choices=AXES, default=list(AXES), help="none: show what was measured")
-    parser.add_argument("--factors", type=int, nargs="+", default=[1, 2, 4, 8], help="ranks: those up to 4")
-    parser.add_argument("--config_path", default="demo", metavar="DIR", help="of a configuration with the demo's roles")
+    parser.add_argument(
+        "--axis", nargs="*", choices=AXES, default=list(AXES), help="no name: show only earlier measurements"
+    )
+    parser.add_argument(
+        "--factors", type=int, nargs="+", default=[1, 2, 4, 8], help="for the axis `ranks`, only factors up to 4"
+    )
+    parser.add_argument(
+        "--config_path", default="demo", metavar="DIR", help="directory of a configuration with the demo's roles"
+    )
     parser.add_argument("--config_name", default="onpolicy_distill", metavar="NAME")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="of a run, warm-up included")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of a run, warm-up included")
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="first steps of a run, not counted")
-    parser.add_argument("--student", type=float, default=2.5e6, metavar="N", help="its parameters, of factor 1")
+    parser.add_argument(
+        "--student", type=float, default=2.5e6, metavar="N", help="parameters of the student at factor 1"
+    )
     parser.add_argument("--teacher", type=float, default=10e6, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here, beside those of other axes")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="add the figures to this file")
     parser.add_argument("--plot", type=Path, metavar="OUT.svg", help="draw the figures of all axes here")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the configuration")
     options = parser.parse_intermixed_args(arguments)
     if options.warmup < 0 or options.steps <= options.warmup:
         parser.error("--steps must be more than --warmup")
@@ -113,7 +121,7 @@ def settings_of(axis: str, factor: int) -> list[str]:
         f"response_length={LENGTH * (factor if axis == 'length' else 1)}",
         f"student_train.training_args.per_device_train_batch_size={SEQUENCES}",
         f"student_train.training_args.gradient_accumulation_steps={sequences // SEQUENCES // ranks}",  # one update
-        f"student_infer.strategy_args.strategy_config.max_num_seqs={sequences}",  # all at once
+        f"student_infer.strategy_args.strategy_config.max_num_seqs={sequences}",  # all at the same time
     ]
     if axis == "ranks":  # copies of every role on the same devices
         roles = ("student_train", "student_infer", "teacher")

@@ -27,7 +27,7 @@ MODES = {
     "pure": ("start_onpolicy_distill_pipeline.py", "onpolicy_distill"),
     "mixed": ("start_rlvr_pipeline.py", "rlvr_opd"),
 }
-WARM_UP = 3  # steps that do not count
+WARM_UP = 3  # first steps, not counted
 RULE = MathRule()
 
 
@@ -40,11 +40,11 @@ def slow(samples: Sequence[RewardSample], seconds: float = 0.2) -> Scores:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.2, help="that a sample takes (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="sleep per sample (%(default)s)")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--at-most", type=float, default=1.1, help="the largest ratio that is right (%(default)s)")
+    parser.add_argument("--at-most", type=float, default=1.1, help="largest allowed ratio (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)

@@ -29,7 +29,7 @@ from roll_opd.samples.weight_bucket import BucketMemory, bucketed
 from roll_opd.weight_sync.bucket_writer import BucketHost, Written
 
 HIDDEN, VOCABULARY = 64, 256  # a real hidden state is much wider; see README.md
-LENGTHS = "DATA_PLANE_LENGTHS"  # in the environment of the engines
+LENGTHS = "DATA_PLANE_LENGTHS"  # environment variable of the engines
 
 
 class Engine(BucketHost):
@@ -121,7 +121,7 @@ class Student(StudentRank):
     _build = Teacher._build
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
-        if not memories:  # of a rank that sends nothing
+        if not memories:  # on a rank that sends nothing
             return iter(())
         return bucketed([("weight", torch.zeros(1))], memories, torch.float32, 64)
 

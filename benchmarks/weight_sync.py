@@ -42,10 +42,18 @@ STORE = "object store"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=300, metavar="N", help="of the model's weights in float32")
-    parser.add_argument("--times", type=int, default=6, metavar="N", help="timed, and as often with memory watched")
+    parser.add_argument(
+        "--megabytes", type=float, default=300, metavar="N", help="size of the model's weights in float32"
+    )
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=6,
+        metavar="N",
+        help="number of timed transfers, and of transfers with sampled memory",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the demo's configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the demo's configuration")
     options = parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as directory:
         models = made_models(Path(directory), options.megabytes * 1e6 / 4, 2e6)
@@ -83,7 +91,7 @@ async def measure(plan: RunPlan, times: int) -> dict[str, Any]:
     return {
         "model_bytes": model,
         "bucket_bytes": BUCKET_BYTES,
-        "seconds": seconds[1:],  # the first one pays for what is done once
+        "seconds": seconds[1:],  # the first transfer includes set-up
         "gigabytes_a_second": model / median(seconds[1:]) / 1e9,
         "growth_bytes": growth,
         "together_bytes": max(together),
@@ -95,7 +103,7 @@ async def watched(workers: RunWorkers, version: int) -> tuple[dict[str, int], in
     memory = PeakMemory()
     memory.look(os.getpid())
     processes = memory.roles() | {pid: STORE for pid, seen in memory.seen.items() if "raylet" in seen.title[:200]}
-    before = {pid: begin_anew(pid) for pid in processes}
+    before = {pid: reset_peak(pid) for pid in processes}
     resting = sum(map(proportional, processes))
     most, is_over = [resting], threading.Event()
 
@@ -114,7 +122,7 @@ async def watched(workers: RunWorkers, version: int) -> tuple[dict[str, int], in
     return growth, most[0] - resting
 
 
-def begin_anew(pid: int) -> int:
+def reset_peak(pid: int) -> int:
     """Reset the kernel's high-water mark of a process; return its current memory in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return kilobytes(f"/proc/{pid}/status", "VmRSS:")

@@ -13,8 +13,8 @@ from roll_opd.models.flops import TRAINED, forward_flops, keys_seen, matrix_para
 from roll_opd.models.model_info import ModelInfo, read_model
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-CONCURRENT = 256  # sequences at once of an engine that is told nothing
-GRADIENT, STATE = 8, 24  # bytes a parameter and update: f32 gradient, and f32 weight and moments; written and read
+CONCURRENT = 256  # concurrent sequences of an engine without max_num_seqs
+GRADIENT, STATE = 8, 24  # bytes per parameter and update, written and read: f32 gradient; f32 weight and moments
 
 
 class UncountedError(ValueError):
@@ -26,7 +26,7 @@ class Work:
     """Work of one phase of one step, over all devices."""
 
     flops: float
-    bytes: float  # the least that has to come from memory or go there
+    bytes: float  # minimum traffic of reads and writes to memory
 
 
 def check_counted(plan: RunPlan) -> None:
@@ -70,7 +70,7 @@ def _generate(plan: RunPlan, model: ModelInfo, prompt: float, response: float, l
     rollout = plan.rollout
     assert rollout is not None
     prompts, sequences = plan.rollout_batch_size, plan.sequences_per_step
-    later = response - 1  # tokens of an answer that are read: not the last one
+    later = response - 1  # tokens of an answer that the model processes: all but the last
 
     def keys(window: int) -> float:
         return prompts * keys_seen(0, prompt, window) + sequences * keys_seen(prompt, prompt + later, window)

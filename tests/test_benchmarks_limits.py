@@ -139,7 +139,7 @@ def test_shapes_have_the_parameters_asked_for(benchmark, parameters):
 
 
 def test_a_model_too_small_for_its_vocabulary_is_refused(benchmark):
-    with pytest.raises(ValueError, match="ask for more"):
+    with pytest.raises(ValueError, match="choose more"):
         benchmark("models").shape_of(1e5)
 
 

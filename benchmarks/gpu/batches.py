@@ -9,7 +9,7 @@ PROMPT = 5  # tokens of each sequence that are not scored
 TOPK = 8
 TEMPERATURE = 0.8
 COEFFICIENT = 0.7  # of the teacher
-# name -> the divergence that an objective takes; `sampled` has none
+# name of an objective -> its divergence; `sampled` has none
 OBJECTIVES = {
     "sampled": None,
     "topk": "reverse_kl",
@@ -19,7 +19,7 @@ OBJECTIVES = {
     "full skewed_reverse_kl": "skewed_reverse_kl",
     "full skewed_forward_kl": "skewed_forward_kl",
 }
-BETA, ALPHA = 0.5, 0.1  # of jsd, of the skewed ones
+BETA, ALPHA = 0.5, 0.1  # parameters of jsd and of the skewed divergences
 
 
 def sequences(vocab: int, number: int, length: int, seed: int = 0) -> list[np.ndarray]:

@@ -23,13 +23,13 @@ from shapes import SHAPES, Shape  # noqa: E402
 from work import TRAINED, keys_seen  # noqa: E402
 
 RECORD = HERE.parent / "results/gpu/2026-11-26_h100_fast_paths/speed_1.7B.json"
-# flash attention 3 over 2 on an H100, the middle of 1.5 to 2.0 forward and 1.5 to 1.75 backward (arXiv 2407.08608)
+# speed-up of FlashAttention 3 over 2 on an H100: 1.5 to 2.0 forward, 1.5 to 1.75 backward (arXiv 2407.08608)
 FLASH3_FORWARD, FLASH3_BACKWARD = 1.75, 1.6
-TO_HOST, TO_DEVICE = 54e9, 49e9  # bytes a second of pinned memory, measured on an H100
-PINNING = 0.62 / 2**30  # seconds a byte, once
-TRAIN_SHARE, SCORE_SHARE = 0.49, 0.56  # of the product rate, measured with the 1.7 B shape on an H100
-SYNC_SECONDS = 0.1  # of a weight sync without its copy: the demo's on an H100
-ADAMW_STATE = 3 * SINGLE  # bytes a parameter: f32 weight and two moments
+TO_HOST, TO_DEVICE = 54e9, 49e9  # bytes per second of pinned memory, measured on an H100
+PINNING = 0.62 / 2**30  # seconds per byte, once
+TRAIN_SHARE, SCORE_SHARE = 0.49, 0.56  # fractions of the product rate, measured with the 1.7 B shape on an H100
+SYNC_SECONDS = 0.1  # seconds of a weight sync without its copy, measured with the demo on an H100
+ADAMW_STATE = 3 * SINGLE  # bytes per parameter: f32 weight and two moments
 
 
 @dataclass(frozen=True)

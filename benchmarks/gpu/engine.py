@@ -34,7 +34,7 @@ from roll_opd.models.flops import TRAINED, sequence_flops
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.weight_bucket import BucketMemory
 
-ROUNDS = 3  # that are timed, after one that is not; the median counts
+ROUNDS = 3  # timed rounds, after one round that is not timed; the median counts
 HEAD_TOKENS = 4096
 COMPARED: tuple[Dtype, ...] = ("fp32", "bf16")
 
@@ -45,7 +45,9 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, required=True)
-    parser.add_argument("--dtype", default="bf16", help="of all parts but numerics, which have both")
+    parser.add_argument(
+        "--dtype", default="bf16", help="dtype of all parts except numerics, which measures both dtypes"
+    )
     options = parser.parse_args()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     found: dict[str, Any] = {"device": device_name()}
@@ -75,7 +77,7 @@ def running(make: Callable[[], Any]) -> Iterator[Any]:
     finally:
         del engine
         parallel.shutdown()
-        gc.collect()  # engines are in cycles of references; Python does not count their memory on the device
+        gc.collect()  # engines are in cycles of references, and Python does not know how much device memory they hold
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -93,7 +95,7 @@ def compared(
     """Return the differences of one dtype from Hugging Face's f32, and whether a repeated run, a resumed run and an
     export agree."""
     found: dict[str, Any] = {}
-    still = plan(directory, dtype, shape, learning_rate=0.0)  # every objective meets the same weights
+    still = plan(directory, dtype, shape, learning_rate=0.0)  # every objective is measured with the same weights
     asked = [(one, PROMPT) for one in tokens]
     found["theirs_mean"] = distances(
         reference, [reference[f"{dtype} {number}"] for number in range(len(tokens))]
@@ -200,7 +202,7 @@ def head(_: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
 
     hidden_ME, weight_VE = random(rows, shape.hidden), random(shape.vocab, shape.hidden)
     targets_M = torch.randint(shape.vocab, (rows,), generator=generator, device=device)
-    scale = 4 / shape.hidden**0.5  # logits that are about 4 apart
+    scale = 4 / shape.hidden**0.5  # logits differ by about 4
 
     def eager() -> torch.Tensor:
         logits_MV = (hidden_ME @ weight_VE.T).float() * scale

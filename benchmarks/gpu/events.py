@@ -31,8 +31,8 @@ class Event:
     start: int
     end: int
     thread: int = 0
-    number: int = 0  # by which kernels find the operator that launched them
-    sequence: int = -1  # by which a backward operator finds its forward one
+    number: int = 0  # connects a kernel with the operator that launched it
+    sequence: int = -1  # connects a backward operator with its forward operator
     parent: "Event | None" = None
     inside: list["Event"] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ def parts_of(operators: Sequence[Event]) -> dict[int, str]:
     found: dict[int, str] = {}
     forward: dict[int, str] = {}
     ordered = sorted(operators, key=lambda event: (event.start, -event.end))
-    for event in ordered:  # parents come before what is inside them
+    for event in ordered:  # enclosing operators come first
         if event.name.startswith(PREFIX):
             found[id(event)] = event.name.removeprefix(PREFIX)
         elif event.parent is not None and id(event.parent) in found:

@@ -26,7 +26,7 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 from fast_paths import PATHS, without  # noqa: E402
 from shapes import SHAPES, make_model  # noqa: E402
 
-ROUNDS, COMPARED = 3, 2  # that are timed, after one that is not; of the variants
+ROUNDS, COMPARED = 3, 2  # timed rounds of a pass, and of its variants; one more round before them is not timed
 COMPARABLE = ("mean_logprob", "loss", "grad_norm")
 
 
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Profile the passes, print a table for each, and write all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.7B")
-    parser.add_argument("--pack", type=int, help="tokens of a micro-batch (the shape's own)")
-    parser.add_argument("--sequences", type=int, help="of an update (the shape's own)")
+    parser.add_argument("--pack", type=int, help="tokens of a micro-batch (default: set by the shape)")
+    parser.add_argument("--sequences", type=int, help="sequences of an update (default: set by the shape)")
     parser.add_argument("--passes", nargs="+", choices=("train", "teacher"), default=["train", "teacher"])
     parser.add_argument(
         "--without", nargs="*", default=[], help="also time without these fast paths (NAME+NAME, all; `fast_paths.py`)"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--model", type=Path, help="a directory with a model of this shape in student/")
-    parser.add_argument("--timed", action="store_true", help="time alone, without the profiler")
+    parser.add_argument("--timed", action="store_true", help="measure only times, without the profiler")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--traces", type=Path, help="directory for a Chrome trace of each pass")
     options = parser.parse_args(arguments)
@@ -114,7 +114,7 @@ def made(name: str, model: Path, options: argparse.Namespace, shape: Any) -> Any
     from roll_opd.megatron.trainer import MegatronTrainer
 
     kind = MegatronTrainer if name == "train" else MegatronEngine
-    # without learning every update meets the same weights
+    # with a learning rate of 0, every update has the same weights
     return kind(engine.plan(model, options.dtype, shape, learning_rate=0.0), seed=0, deterministic=False)
 
 

@@ -36,13 +36,13 @@ ENGINE = "student_infer.strategy_args.strategy_config"
 PACK = 16_384  # tokens of a micro-batch
 COMMON = (
     "num_gpus_per_node=1",
-    "teacher_preflight=false",  # models that know nothing would not pass
+    "teacher_preflight=false",  # untrained models would not pass it
     *(f"{role}.device_mapping=[0]" for role in ROLES),
     "rollout_batch_size=64",
     "response_length=1024",
     "student_train.training_args.per_device_train_batch_size=64",
     "student_train.training_args.warmup_steps=0",
-    "student_train.training_args.gradient_accumulation_steps=4",  # 64 x 4: one update a step
+    "student_train.training_args.gradient_accumulation_steps=4",  # 64 x 4: one update per step
     f"student_train.max_tokens_per_microbatch_in_train={PACK}",
     f"student_train.max_tokens_per_microbatch_in_infer={PACK}",
     f"teacher.max_tokens_per_microbatch_in_infer={PACK}",
@@ -51,7 +51,7 @@ ON_GPU = (
     *(f"{role}.model_args.dtype=bf16" for role in ROLES),
     f"rollout@{ENGINE}=gpu_colocated",
     f"{ENGINE}.max_num_seqs=256",
-    # a cache of a fixed size: without it the bare parts, which stay on the device together, do not fit
+    # a cache of fixed size: otherwise the bare parts, which are on the device at the same time, do not fit
     f"{ENGINE}.gpu_memory_utilization=0.4",
     f"+{ENGINE}.kv_cache_memory_bytes={24 * 2**30}",
 )
@@ -83,9 +83,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="warm-up included")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="first steps, not counted")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--no-bare", action="store_true", help="the pipeline alone")
+    parser.add_argument("--no-bare", action="store_true", help="measure only the pipeline")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the demo's configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the demo's configuration")
     options = parser.parse_intermixed_args(arguments)
     if options.warmup < 0 or options.steps <= options.warmup:
         parser.error("--steps must be more than --warmup")
@@ -153,7 +153,7 @@ def made(directory: Path, shape: str, device: str, seed: int) -> Path:
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     special = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
     taken = {*special.values(), *tokenizer["model"]["vocab"].values()}
-    # words that occur in no text: random weights generate them, and seldom the token that ends an answer
+    # words that occur in no text; with random weights, a model mostly generates these, and seldom the end token
     tokenizer["model"]["vocab"] |= {
         f"filler{number}": number for number in range(SHAPES[shape].vocab) if number not in taken
     }

@@ -28,9 +28,9 @@ from shapes import SHAPES  # noqa: E402
 
 PARTS = ("numerics", "train", "teacher", "export", "head")
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "flash-attn", "numpy")
-# f32: rounding; an A100 or H100 sums in another order than Hugging Face's kernels
+# f32: only rounding differs, because kernels on an A100 or H100 sum in another order than Hugging Face's
 MOST_OFF_F32 = {"logprob_max": 1e-4, "loss": 1e-4, "gradient_norm": 1e-3}
-# bf16: not further from f32 than Hugging Face's own bf16, and a tenth for chance
+# bf16: at most the distance of Hugging Face's bf16 from its f32, plus a tenth for chance
 MOST_OFF_BF16 = {"times_theirs": 1.1, "loss": 0.1, "gradient_norm": 0.1}
 
 
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1.7B", "4B", "8B"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
-        "--numerics-of", nargs="*", choices=SHAPES, help="shapes whose numbers are compared (the first)"
+        "--numerics-of", nargs="*", choices=SHAPES, help="shapes whose numbers are compared (default: the first)"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--peak-tflops", type=float, help="of the device, for the MFU (measured: products of matrices)")
+    parser.add_argument("--peak-tflops", type=float, help="peak rate of the device, for the MFU (default: measured)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     compared = options.numerics_of if options.numerics_of is not None else options.shapes[:1]
@@ -133,7 +133,7 @@ def off(dtype: str, found: Mapping[str, Any]) -> list[str]:
     for objective, values in found.items():
         for name, value in values.items() if isinstance(values, Mapping) else ():
             if value > most[name]:
-                told.append(f"{objective}: {name} is off by {value:.2g} of itself")
+                told.append(f"{objective}: {name} has a relative error of {value:.2g}")
     return told
 
 
@@ -156,7 +156,7 @@ def report(found: Mapping[str, Any], shapes: Sequence[str]) -> list[str]:
             memory = "-" if one["extra_bytes"] is None else f"{one['extra_bytes'] / 2**20:.0f} MiB"
             text = f"{shape:>6} {way:>8} log-probs: {one['seconds']:.4f} s, {memory} more, off by {one['off']:.2g}"
             lines.append(text)
-    return [*lines, *(problems(found, shapes) or ["all numbers as they should be"])]
+    return [*lines, *(problems(found, shapes) or ["all numbers are within their bounds"])]
 
 
 def cell(found: Mapping[str, Any], part: str, peak_flops: float) -> str:

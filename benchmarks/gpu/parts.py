@@ -7,7 +7,7 @@ from typing import Any
 from torch.profiler import record_function
 
 PREFIX = "part:"
-# of a module's name in the model, the end -> the part; the innermost that fits counts
+# end of a module's name in the model -> part; the innermost module with an entry counts
 MODULES = {
     "embedding": "embedding",
     "input_layernorm": "norm",

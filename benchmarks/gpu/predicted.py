@@ -11,10 +11,11 @@ from shapes import Shape
 
 from roll_opd.models.flops import keys_seen
 
-H100 = (798e12, 3.0e12)  # measured on one: a product of 8,192³ in bf16, and a copy, counting bytes read and written
+# measured: FLOP/s of a product of 8,192³ in bf16, and bytes per second of a copy (reads and writes)
+H100 = (798e12, 3.0e12)
 HALF, SINGLE = 2, 4  # bytes of a number
-ADAMW = 28  # bytes a parameter: weight and both moments read and written, the gradient read; f32
-EMBEDDING_GRADIENT = 12  # bytes a parameter and micro-batch: written and read in bf16, added in f32
+ADAMW = 28  # bytes per parameter, f32: weight and both moments read and written, gradient read
+EMBEDDING_GRADIENT = 12  # bytes per parameter and micro-batch: written and read in bf16, added in f32
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def predicted(
 
 def _scored(shape: Shape, lengths: Sequence[int], scored: int) -> dict[str, Counted]:
     tokens, keys = sum(lengths), sum(keys_seen(0, length) for length in lengths)
-    each = HALF * tokens * shape.layers  # bytes of one number a token and layer
+    each = HALF * tokens * shape.layers  # bytes of one number per token and layer
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
     return {
         "products": Counted(flops=2 * matrices(shape) * tokens),
@@ -65,14 +66,14 @@ def _updated(
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     backward = {
         "products": Counted(flops=2 * forward["products"].flops),
-        # the logits once more, and two gradients
+        # the logits are computed a second time, and two gradients
         "products of the head": Counted(flops=3 * forward["products of the head"].flops),
         "loss and softmax of the head": Counted(bytes=(SINGLE + HALF) * shape.vocab * scored),
         "attention": Counted(flops=2.5 * forward["attention"].flops),
         # flash attention writes the keys' and values' gradients for every query head
         "attention layout": Counted(bytes=each * 2 * (queries + keys)),
         "rotary and layout": Counted(bytes=each * (3 * (queries + keys) + 2 * keys)),
-        # gradients of input and weight each read input and gradient, and the residual's is added
+        # the gradients of input and weight each read input and gradient; the residual's gradient is added
         "norm": Counted(bytes=each * 2 * (5 + 3) * shape.hidden),
         "SwiGLU": Counted(bytes=each * 5 * shape.intermediate),
         "gradient accumulation": Counted(bytes=packs * EMBEDDING_GRADIENT * shape.hidden * shape.vocab),

@@ -25,14 +25,16 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", required=True)
     parser.add_argument("--device", required=True)
-    parser.add_argument("--numerics", action="store_true", help="else the student is written, and that is all")
+    parser.add_argument(
+        "--numerics", action="store_true", help="also compute the figures; otherwise only the student is written"
+    )
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     make_model(options.directory / "student", shape, 1, options.device)
     if not options.numerics:
         return 0
     make_model(options.directory / "teacher", shape, 2, options.device)
-    length = min(shape.length, 512)  # whole logits in f32, with their gradients, have to fit
+    length = min(shape.length, 512)  # complete logits in f32 and their gradients must fit into memory
     tokens = [torch.from_numpy(one).to(options.device) for one in sequences(shape.vocab, 4, length)]
     found: dict[str, Any] = {}
     with torch.no_grad():
@@ -98,7 +100,7 @@ def loss_of(
     logprobs_MV: Tensor, tokens_N: Tensor, side: dict[str, Tensor], objective: str, divergence: str | None
 ) -> Tensor:
     """Return the sum over tokens of an objective's loss."""
-    if objective == "sampled":  # a policy gradient, whose advantage is the teacher's log-prob over the student's
+    if objective == "sampled":  # a policy gradient with the advantage teacher minus student log-prob
         mine_M = picked(logprobs_MV, tokens_N)
         advantage_M = COEFFICIENT * (side["teacher"] - mine_M.detach())
         return -(advantage_M * (mine_M - mine_M.detach()).exp()).sum()

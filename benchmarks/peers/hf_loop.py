@@ -21,7 +21,7 @@ def main(work_path: str, out: str) -> None:
     optimizer, schedule = optimizer_of(work, student)
     if work["held_out"]:
         rows.write(0, texts=greedy_answers(work, student, tokenizer))
-    prompts, size = torch.tensor(work["prompts"]), work["prompts_per_step"]  # of one length: nothing to pad
+    prompts, size = torch.tensor(work["prompts"]), work["prompts_per_step"]  # of one length, so no padding is needed
     for step in range(1, work["steps"] + 1):
         prompts_BP = prompts[(step - 1) * size : step * size].repeat_interleave(work["answers"], dim=0)
         with rows.part("generate"), torch.no_grad():
@@ -35,7 +35,7 @@ def main(work_path: str, out: str) -> None:
                 max_new_tokens=work["max_new_tokens"],
             )
         ends_BA = tokens_BT[:, prompts_BP.shape[1] :] == tokenizer.eos_token_id
-        mask_BA = ends_BA.cumsum(dim=1) - ends_BA.long() == 0  # the end token counts, what is behind it does not
+        mask_BA = ends_BA.cumsum(dim=1) - ends_BA.long() == 0  # includes the end token, excludes all tokens after it
         tokens, divergence = mask_BA.sum(), 0.0
         for mask_ba, tokens_bt in zip(
             mask_BA.split(work["micro_batch"]), tokens_BT.split(work["micro_batch"]), strict=True

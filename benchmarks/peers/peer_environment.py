@@ -20,7 +20,7 @@ def make() -> Path:
         return python
     print(f"Setting up {HOME} ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(HOME)], check=True)
-    uv = Path(sys.executable).with_name("uv")  # in a tenth of the time that pip takes
+    uv = Path(sys.executable).with_name("uv")  # ten times as fast as pip
     install = [str(uv), "pip"] if uv.exists() else [str(python), "-m", "pip"]
     install += ["install", "-q", "--compile"]
     settings = {**os.environ, **uv_settings(), "VIRTUAL_ENV": str(HOME)}

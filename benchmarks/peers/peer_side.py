@@ -29,7 +29,7 @@ def optimizer_of(work: Work, model: Any) -> tuple[torch.optim.AdamW, torch.optim
     )
 
     def rate(done: int) -> float:
-        update = done + 1  # the first update has a rate above 0
+        update = done + 1  # counted from 1, so that the first update has a rate above 0
         return update / warmup if update <= warmup else (total - update) / (total - warmup)
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)

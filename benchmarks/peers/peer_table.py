@@ -3,10 +3,10 @@
 from statistics import median
 from typing import Any
 
-Runs = list[dict[str, Any]]  # of one side: `rows` with `step`, `seconds`, `tokens`, `at` and `accuracy`
+Runs = list[dict[str, Any]]  # runs of one side, each with `rows` of `step`, `seconds`, `tokens`, `at` and `accuracy`
 TARGET = 0.8  # accuracy
 HEADINGS = {"trl": "TRL", "hf": "HF loop", "ours": "ours"}
-UNITS = {"s": 2, "GiB": 2, "": 0}  # and how many digits are printed
+UNITS = {"s": 2, "GiB": 2, "": 0}  # unit -> number of printed decimals
 
 
 def step_seconds(runs: Runs) -> float | None:
@@ -50,7 +50,7 @@ def middle(values: list[float]) -> float | None:
     return median(values) if values else None
 
 
-ROWS = (  # title, unit, work, figure of a side's runs
+ROWS = (  # (title, unit, work, function that computes the figure from a side's runs)
     ("demo: a step", "s", "demo", step_seconds),
     ("demo: tokens of a step", "", "demo", tokens),
     ("demo: process start to the end of step 1", "s", "demo", first_step_end),

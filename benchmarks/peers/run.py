@@ -34,17 +34,17 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 PEERS = {"trl": HERE / "trl_loop.py", "hf": HERE / "hf_loop.py"}
 LAUNCHER = REPOSITORY / "examples" / "start_onpolicy_distill_pipeline.py"
-TRAINER = "ray::TrainWorker"  # the title of the student's process in our run
+TRAINER = "ray::TrainWorker"  # process title of the student in our run
 STOP_SECONDS = 30
 POLL_SECONDS = 0.02
-MEMORY_SECONDS = 5  # between two looks at the memory of all processes, which stop a large one for a moment
+MEMORY_SECONDS = 5  # between two samples of the memory of all processes; a sample briefly stops a large process
 GIB = 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the figures and print the table."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise an exception, so that started processes are ended
     python = peer_environment.make() if set(options.sides) - {"ours"} else Path()
     result: dict[str, Any] = {"machine": machine(), "works": {}}
     if options.append and options.json.exists():
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = replace(work, steps=options.steps or work.steps)
         for side, figures in measure(work, options, python):
             runs.setdefault(side, []).append(figures)
-            if options.json:  # now already: what is measured is not lost when a later run fails
+            if options.json:  # written after each run, so that a later failure loses no figures
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 written = {**result, "table": peer_table.figures(result)}
                 options.json.write_text(json.dumps(written, indent=1) + "\n")
@@ -70,7 +70,7 @@ def measure(work: works.Work, options: argparse.Namespace, python: Path) -> Iter
     with tempfile.TemporaryDirectory(prefix="peers-") as directory:
         described, overrides = works.make(work, Path(directory))
         for number in range(options.rounds):
-            for side in sides if number % 2 == 0 else reversed(sides):  # in turns: a machine's speed drifts
+            for side in sides if number % 2 == 0 else reversed(sides):  # alternately, because a machine's speed drifts
                 print(f"{work.title}: round {number + 1} of {options.rounds}, {side} ...", flush=True)
                 out = Path(directory) / f"{side}-{number}"
                 out.mkdir()
@@ -89,17 +89,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", nargs="+", choices=works.WORKS, default=list(works.WORKS))
     parser.add_argument("--sides", nargs="*", choices=[*PEERS, "ours"], default=[*PEERS, "ours"])
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of each side, in turns (%(default)s)")
-    parser.add_argument("--steps", type=int, metavar="N", help="of a round; without it as many as the work says")
+    parser.add_argument(
+        "--rounds", type=int, default=2, metavar="N", help="rounds of each side; the sides alternate (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a round (default: set by the work)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every step here")
-    parser.add_argument("--append", action="store_true", help="add the rounds to those that OUT has")
+    parser.add_argument("--append", action="store_true", help="add the rounds to the rounds in OUT")
     parser.add_argument(
         "--variant",
         nargs="+",
         action="append",
         default=[],
         metavar=("NAME", "key=value"),
-        help="a column more: ours with these overrides",
+        help="add a column: ours with these overrides",
     )
     options = parser.parse_args(arguments)
     if options.rounds < 1 or (options.append and not options.json):
@@ -131,7 +133,7 @@ def run(work: works.Work, command: Sequence[str], rows: Path, log: Path, describ
             end(process)
     if not done:
         sys.exit(f"{' '.join(command)}\nended with exit code {process.returncode}:\n{log.read_text()[-4000:]}")
-    memory["all_gib"] = max(memory.values())  # between two looks it may have been more
+    memory["all_gib"] = max(memory.values())  # the high-water mark may lie between two samples
     return {"rows": seen, "warmup": work.warmup, **(memory if work.memory else {})}
 
 

@@ -49,7 +49,7 @@ class Record(TrainerCallback):
             self.trainer.rows.write(0, texts=self.answers())
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if "loss" in state.log_history[-1]:  # the last log is of the whole training
+        if "loss" in state.log_history[-1]:  # the last log summarises the training
             tokens = sum(int(batch["completion_mask"].sum()) for batch in self.trainer._buffered_inputs)
             row = {"tokens": tokens, "loss": state.log_history[-1]["loss"], "texts": self.answers()}
             self.trainer.rows.write(state.global_step, **row)
@@ -61,7 +61,7 @@ def main(work_path: str, out: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(work["student"], padding_side="left")
     student = AutoModelForCausalLM.from_pretrained(work["student"], dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(work["teacher"], dtype=torch.float32)
-    # one answer a row is all that the trainer samples: a prompt has as many rows as answers
+    # the trainer samples one answer per row, so a prompt has as many rows as answers
     prompts = [text for text in work["texts"] for _ in range(work["answers"])]
     with tempfile.TemporaryDirectory(prefix="peers-trl-") as directory:
         trainer = Timed(

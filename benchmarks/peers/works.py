@@ -38,10 +38,10 @@ class Work:
     overrides: tuple[str, ...]
     micro_batch: int
     steps: int  # of a round
-    warmup: int  # first steps of a round that do not count
+    warmup: int  # first steps of a round, not counted
     models: RandomModels | None = None
     memory: bool = False  # whether memory is measured
-    target: float | None = None  # accuracy that ends a round
+    target: float | None = None  # a round ends at this accuracy
     sides: tuple[str, ...] = ("trl", "hf", "ours")
 
 
@@ -72,7 +72,7 @@ WORKS = {
             "rollout_batch_size=16",
             "response_length=256",
             "student_train.training_args.per_device_train_batch_size=16",
-            "student_train.max_tokens_per_microbatch_in_train=4352",  # 16 answers with their prompts, as the peers
+            "student_train.max_tokens_per_microbatch_in_train=4352",  # 16 answers with their prompts, as in the peers
         ),
         micro_batch=16,
         steps=3,
@@ -85,7 +85,7 @@ WORKS = {
             *UNMEASURED,
             "rollout_batch_size=32",
             "num_return_sequences_in_group=1",
-            "response_length=245",  # and 11 of the prompt: 256
+            "response_length=245",  # with 11 tokens of the prompt: 256
             "student_train.training_args.per_device_train_batch_size=16",
             "student_train.training_args.gradient_accumulation_steps=1",
             "student_train.max_tokens_per_microbatch_in_train=8192",
@@ -95,7 +95,7 @@ WORKS = {
         warmup=0,
         models=VOCABULARY,
         memory=True,
-        sides=("trl", "ours"),  # the logits that a plain loop holds do not fit where the others do
+        sides=("trl", "ours"),  # no `hf`: the complete logits of a plain loop do not fit into memory
     ),
 }
 
@@ -155,7 +155,7 @@ def make_model(shape: dict[str, Any], vocabulary: int, directory: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = demo_tokenizer(vocabulary)
-    torch.manual_seed(shape["num_hidden_layers"])  # another one for the teacher than for the student
+    torch.manual_seed(shape["num_hidden_layers"])  # different seeds for student and teacher
     config = Qwen3Config(
         vocab_size=vocabulary,
         max_position_embeddings=2048,
@@ -167,8 +167,8 @@ def make_model(shape: dict[str, Any], vocabulary: int, directory: Path) -> None:
     )
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
-        # Hidden unit 0 is the same from the first layer to the last, and the end token's logit alone falls with it:
-        # answers have one length on every side, whatever its sampler can be told.
+        # Hidden unit 0 has the same value in all layers, and lowers only the logit of the end token. So on every side,
+        # all answers have the maximum length, also if a side's sampler has no option for this.
         for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
             weight[:, 0] = 4.0
             weight[tokenizer.eos_token_id, 0] = -4.0
