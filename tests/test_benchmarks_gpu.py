@@ -77,7 +77,12 @@ def test_a_tiny_model_on_a_cpu_agrees_with_hugging_face_in_every_objective_and_i
     [
         ("fp32", "logprob_max", 2e-4, "a deterministic log-prob is off by 0.0002"),
         ("fp32", "resumed_equal", False, "resumed_equal is false"),
-        ("fp32", "sampled", {"loss": 1e-6, "gradient_norm": 0.01}, "sampled: gradient_norm has a relative error of 0.01"),
+        (
+            "fp32",
+            "sampled",
+            {"loss": 1e-6, "gradient_norm": 0.01},
+            "sampled: gradient_norm has a relative error of 0.01",
+        ),
         ("fp32", "fast_max", 2e-4, "a fast log-prob is off by 0.0002"),
         ("bf16", "fast_mean", 1e-3, "fast log-probs are off by 0.001, Hugging Face's by 0.0005"),
         ("bf16", "full jsd", {"loss": 0.2, "gradient_norm": 0.0}, "full jsd: loss has a relative error of 0.2"),
