@@ -134,6 +134,7 @@ IGNORED_MEGATRON = _names("""
     ddp_average_in_collective check_for_nan_in_loss_and_grad align_param_gather optimizer_cpu_offload
     optimizer_offload_fraction use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d bounded_cpu_grad_staging
     offload_model_from_cpu_master save_only_model ckpt_format max_grad_norm
+    distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
 """)
 # options that ROLL adds to vLLM's in a strategy_config
 IGNORED_VLLM = _names("""

@@ -97,12 +97,17 @@ def test_settings_of_rolls_engines_are_accepted(plan: Plan) -> None:
         {
             "model_name": "${exp_name}-1",
             "parse_tool_call_parameter_to_dict": True,
-            "student_train.strategy_args.strategy_config": {"optimizer_cpu_offload": True, "ckpt_format": "torch_dist"},
+            "student_train.strategy_args.strategy_config": {
+                "optimizer_cpu_offload": True,
+                "ckpt_format": "torch_dist",
+                "distrib_optim_fully_reshardable": False,
+            },
             "student_infer.strategy_args.strategy_config": {"online_quantization": "ascend_mxfp8"},
         }
     )
     reported = next(text for text in run.warnings if "no effect" in text)
-    assert all(key in reported for key in ("model_name", "optimizer_cpu_offload", "ckpt_format", "online_quantization"))
+    names = ("model_name", "optimizer_cpu_offload", "ckpt_format", "reshardable", "online_quantization")
+    assert all(name in reported for name in names)
 
 
 def test_variables_of_a_file_are_dropped_with_a_word(plan: Plan) -> None:
