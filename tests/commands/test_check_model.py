@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from inference_models import make_hybrid, save_model
 from safetensors.torch import load_file, save_file
 
 from roll_opd.commands import check_model
@@ -59,3 +60,12 @@ def test_a_model_agrees_on_one_and_two_ranks_and_in_vllm(capfd: pytest.CaptureFi
     assert main(["check-model", str(STUDENT)]) == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("ok", "FAIL"))]
     assert len(lines) == 5 and all(line.startswith("ok") for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_vllms_distance_of_a_hybrid_has_a_bound_from_bf16(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The engine on one rank and on two agrees in f32."""
+    assert main(["check-model", save_model(make_hybrid(seed=0), tmp_path)]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("ok", "FAIL"))]
+    assert len(lines) == 5 and lines[-1].startswith("ok   vLLM in bf16: ")
