@@ -15,6 +15,8 @@ from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped, last_action
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import reward_of
+from roll_opd.objective.columns import weighs_parts_apart
+from roll_opd.objective.loss import stale_weights
 from roll_opd.objective.reference_kl import reference_kl, reference_kl_mean
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, with_columns
@@ -33,7 +35,7 @@ def audited(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objectiv
     return with_columns(
         samples,
         token_level_rewards=_token_level_rewards(samples, penalty_M, objective),
-        total_advantages=_total_advantages(samples, penalty_M, objective),
+        total_advantages=_total_advantages(samples, penalty_M, teachers, objective),
     )
 
 
@@ -51,15 +53,33 @@ def _token_level_rewards(
     return rewards
 
 
-def _total_advantages(samples: Sequence[Sample], penalty_M: np.ndarray, objective: ObjectivePlan) -> list[np.ndarray]:
+def _total_advantages(
+    samples: Sequence[Sample], penalty_M: np.ndarray, teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+) -> list[np.ndarray]:
     lengths = [sample.response_length for sample in samples]
     mask_M = torch.from_numpy(end_to_end([sample.action_mask for sample in samples], np.bool_))
     totals_M = discounted_to_go(torch.from_numpy(penalty_M), mask_M, lengths, objective.opd_kl_discount)
+    if weighs_parts_apart(teachers, objective):
+        totals_M *= _stale_weights(samples)
     for sample, part in zip(samples, totals_M.split(lengths), strict=True):
         external = sample.advantages
         torch.sub(torch.zeros(()) if external is None else torch.from_numpy(external), part, out=part)
     totals_M = torch.where(mask_M, clipped(totals_M, objective.advantage_clip), 0.0)
     return split_by_length(totals_M.numpy(), lengths)
+
+
+def _stale_weights(samples: Sequence[Sample]) -> torch.Tensor:
+    """Return the importance weights of the teachers' part (`objective.loss.stale_weights`), f64 [M]."""
+    sampled = [sample.action_mask & (not sample.demonstration) for sample in samples]
+    student = [_student_logprobs(sample) for sample in samples]
+    rollout = [
+        own if s.rollout_logprobs is None else s.rollout_logprobs for s, own in zip(samples, student, strict=True)
+    ]
+    columns = {
+        "mask": torch.from_numpy(end_to_end(sampled, np.bool_)),
+        "sampling_logprobs": torch.from_numpy(end_to_end(rollout, np.float64)),
+    }
+    return stale_weights(torch.from_numpy(end_to_end(student, np.float64)), columns)
 
 
 def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> np.ndarray:

@@ -30,17 +30,21 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
       `_chunked_part`).
     - In the loss, `opd_coefficients` and `opd_teacher` are 0, and each teacher has a `share` column.
 
-    If `weighs_rewards_alone` returns True, the advantages are multiplied by the importance weights. Raises ValueError
-    if only some samples of the student have a column that the loss reads.
+    If `weighs_parts_apart` returns True, the reward's part of the advantages is multiplied by the importance weights
+    of the correction, and the column `sampling_logprobs` is added for the weights of the teachers' part. Raises
+    ValueError if only some samples of the student have a column that the loss reads.
     """
-    if weighs_rewards_alone(teachers, objective):
+    apart = weighs_parts_apart(teachers, objective)
+    if apart:
         samples = [_with_weighted_advantages(sample) for sample in samples]
     masks = [sample.in_loss for sample in samples]
     demonstrations = [sample.demonstration for sample in samples]
     scales = loss_scales([int(np.count_nonzero(mask)) for mask in masks], demonstrations, objective)
     weights = _sample_weights(samples, objective)
     is_scored = all(s.reward is not None or s.excluded or s.demonstration for s in samples)
-    optional = [_optional(s, weight, is_scored=is_scored) for s, weight in zip(samples, weights, strict=True)]
+    optional = [
+        _optional(s, weight, is_scored=is_scored, is_stale=apart) for s, weight in zip(samples, weights, strict=True)
+    ]
     names = _common_names(samples, optional)
     is_sampled = objective.opd_objective == "sampled"
     # teachers with the coefficient 0 are included: a log-prob that is not finite makes the product NaN
@@ -71,10 +75,11 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
     return made
 
 
-def weighs_rewards_alone(teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> bool:
-    """Return whether the importance weights of stale samples multiply only the reward's part of an advantage.
+def weighs_parts_apart(teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> bool:
+    """Return whether the two parts of a stale token's advantage have separate importance weights.
 
-    The teachers' part is computed from current log-probs, so it needs no correction (AsyncOPD, arXiv 2606.24143).
+    The correction of the run weights the reward's part. The teachers' part is computed from current log-probs, so its
+    only bias is that older weights sampled the token; `objective.loss.stale_weights` corrects this bias.
     """
     if not objective.max_age or not teachers or objective.opd_objective != "sampled":
         return False
@@ -153,10 +158,14 @@ def _advantages(sample: Sample) -> np.ndarray:
     return sample.advantages.astype(np.float32)
 
 
-def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[str, np.ndarray]:
+def _optional(sample: Sample, weight: float | None, *, is_scored: bool, is_stale: bool) -> dict[str, np.ndarray]:
     """Return the columns that only some objectives use.
 
-    `is_scored` is True if every sample of the mini-batch has a reward, is excluded, or is a demonstration.
+    Args:
+        sample: a sample of the mini-batch.
+        weight: the sample's weight; None means 1.
+        is_scored: whether every sample of the mini-batch has a reward, is excluded, or is a demonstration.
+        is_stale: whether the teachers' part has importance weights.
     """
     reward = (0.0 if sample.excluded else sample.reward) if is_scored else None
     return as_columns(
@@ -164,6 +173,7 @@ def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[
         ref_logprobs=sample.ref_logprobs,
         rewards=None if reward is None else np.full(sample.response_length, reward, np.float32),
         importance_weights=_importance_weights(sample, weight),
+        sampling_logprobs=sample.rollout_logprobs if is_stale and not sample.demonstration else None,
     )
 
 

@@ -14,6 +14,9 @@ With several teachers, the penalty of a token is the sum over the teachers of it
 
 Two columns, Σ coef_i and Σ coef_i · q_i, are therefore enough for any number of teachers.
 
+If generation runs ahead of training, older weights sampled the tokens. The teachers' part of the advantage is then
+multiplied by `stale_weights`, so that the gradient is again the gradient of the KL at the positions of the samples.
+
 A teacher with another tokenizer may have a reverse KL per chunk instead of per token. `algorithms.chunk_credit` defines
 how the tokens of a chunk are credited. The sum over the tokens of a chunk is computed in this module from the log-probs
 of the update, like all other terms.
@@ -38,6 +41,8 @@ from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.samples.sample_columns import CHUNKS
+
+STALE_LIMIT = 20.0  # largest importance weight of a stale token in the teachers' part
 
 
 def opd_loss(
@@ -73,6 +78,8 @@ def opd_loss(
         chunks_M = columns[f"{name}/chunks"]
         penalty_M = penalty_M + chunk_penalty(own_M, old_M, chunks_M, lengths, objective.opd_chunk_credit)
     to_go_M = discounted_to_go(penalty_M, columns.get("actions", mask_M), lengths, objective.opd_kl_discount)
+    if "sampling_logprobs" in columns:
+        to_go_M = to_go_M * stale_weights(old_M, columns)
     # `where` instead of a product, since a masked value may be infinite
     advantages_M = torch.where(mask_M, clipped(columns["advantages"] - to_go_M, objective.advantage_clip), 0)
     batch = LossBatch(
@@ -124,6 +131,21 @@ def opd_penalty(student_M: Tensor, coefficients_M: Tensor, weighted_teacher_M: T
         weighted_teacher_M: Σ coef_i · q_i over the same teachers, 0 on masked tokens.
     """
     return torch.where(coefficients_M == 0, 0, coefficients_M * student_M) - weighted_teacher_M
+
+
+def stale_weights(student_M: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """Return the importance weights min(exp(l - l_sampling), `STALE_LIMIT`) of the teachers' part, f32 [M].
+
+    Without these weights, the mean of the penalty acts on the tokens of the older weights as a gradient of its own: it
+    moves the student away from the older weights, further with each update, and the run diverges. A low limit leaves
+    a part of this gradient. Tokens outside the mask and tokens of demonstrations have the weight 1.
+
+    Args:
+        student_M: student log-probs l under the current weights, f32.
+        columns: with `sampling_logprobs`, the log-probs l_sampling of the weights that sampled each token.
+    """
+    ratio_M = torch.exp(torch.where(sampled_mask(columns), student_M - columns["sampling_logprobs"], 0))
+    return ratio_M.clamp(max=STALE_LIMIT)
 
 
 def sampled_mask(columns: Mapping[str, Tensor]) -> Tensor:

@@ -77,8 +77,8 @@ def _check_correction(top: Top, mode: str) -> None:
         if correction and correction.weight:
             top.train_infer_correction.diag.error(
                 "is_weight",
-                f"multiplies only the reward's part of the advantage with {KEY}, but pure distillation has no reward,"
-                " and its reverse KL is computed from current log-probs; use filters, or remove is_weight",
+                f"multiplies only the reward's part of the advantage with {KEY}, but pure distillation has no reward."
+                " The teachers' part always has importance weights of its own; use filters, or remove is_weight",
             )
     elif correction is None or not (correction.weight or correction.filters):
         top.diag.error(

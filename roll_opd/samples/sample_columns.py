@@ -130,6 +130,12 @@ COLUMNS = {
         "policy loss",
         shard="f32",
     ),
+    "sampling_logprobs": Column(
+        "the column `rollout_logprobs`; present only if samples may be stale and teachers are in the advantage",
+        "objective.columns",
+        "policy loss",
+        shard="f32",
+    ),
     "actions": Column(
         "the column `action_mask`; present only if opd_kl_discount needs it",
         "objective.columns",

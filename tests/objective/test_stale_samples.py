@@ -1,4 +1,4 @@
-"""Samples of older weights: the teachers' part comes from current log-probs, and the reward's part alone is weighed."""
+"""Samples of older weights: the teachers' part comes from current log-probs, and each part has weights of its own."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from roll_opd.config.plan import (
     ObjectivePlan,
     TeacherPlan,
 )
+from roll_opd.objective.audit import audited
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.loss import opd_loss
+from roll_opd.objective.loss import STALE_LIMIT, opd_loss
 from roll_opd.objective.mismatch import check_staleness, corrected
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
@@ -55,20 +56,61 @@ def now_of(samples: list[Sample], seed: int = 9) -> list[np.ndarray]:
     return [-rng.random(sample.response_length).astype(np.float32) for sample in samples]
 
 
-@pytest.mark.parametrize("poison", [0.0, 100.0, -100.0])
-def test_the_teachers_part_is_formed_from_current_logprobs(poison: float) -> None:
-    """The advantage is -coef · (l_now - q); log-probs of sampling time have no influence, whatever they are."""
-    samples = stale(1, rewarded=False, poison=poison)
+def stale_weight(now: float, sampling: float) -> float:
+    return min(float(np.exp(np.float64(now) - sampling)), STALE_LIMIT)
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, -100.0])
+def test_the_teachers_part_is_formed_from_current_logprobs(offset: float) -> None:
+    """The advantage is -w · coef · (l_now - q) with w = exp(l_now - l_sampling), from 0 to the limit."""
+    samples = stale(1, rewarded=False, poison=offset)
     now = now_of(samples)
     check_staleness(samples, version=5, updates=0, max_age=2)
     found = gradient(samples, PURE, now)
-    mask = np.concatenate([sample.action_mask for sample in samples])
-    teacher = np.concatenate([sample.teacher_logprobs["t"] for sample in samples])
-    wanted = np.where(mask, COEF * (np.concatenate(now) - teacher), 0) / mask.sum()
-    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
+    wanted, counted = [], sum(int(sample.action_mask.sum()) for sample in samples)
+    for sample, logprobs in zip(samples, now, strict=True):
+        for t in range(sample.response_length):
+            weight = stale_weight(logprobs[t], sample.rollout_logprobs[t])
+            penalty = weight * COEF * (float(logprobs[t]) - float(sample.teacher_logprobs["t"][t]))
+            wanted.append(penalty / counted if sample.action_mask[t] else 0.0)
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-5)
 
 
-def test_importance_weights_multiply_the_rewards_part_alone() -> None:
+def test_tokens_of_older_weights_have_the_gradient_of_the_current_kl() -> None:
+    """The expectation over all tokens that the older weights may sample is the gradient of KL(student, teacher).
+
+    Without the weights, it is not: the mean penalty then pushes away from the older weights.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits, old, teacher = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    now, sampling, q = logits.log_softmax(0), old.log_softmax(0), teacher.log_softmax(0)
+    (wanted,) = torch.autograd.grad((now.exp() * (now - q)).sum(), logits, retain_graph=True)
+    columns = {
+        "mask": torch.ones(7, dtype=torch.bool),
+        "weight": sampling.exp(),  # the expectation over the older weights' tokens
+        "advantages": torch.zeros(7),
+        "opd_coefficients": torch.ones(7),
+        "opd_teacher": q,
+    }
+    found = {}
+    for name, more in {"weighted": {"sampling_logprobs": sampling}, "not": {}}.items():
+        loss, _ = opd_loss(now, columns | more, [7], objective=PURE, arguments={}, step=1)
+        (found[name],) = torch.autograd.grad(loss, logits, retain_graph=True)
+    torch.testing.assert_close(found["weighted"], wanted)
+    assert (found["not"] - wanted).abs().max() > 0.05
+
+
+def test_the_audit_shows_the_advantages_of_the_update() -> None:
+    made = stale(5, rewarded=False)
+    samples = [sample.with_columns(old_logprobs=now) for sample, now in zip(made, now_of(made), strict=True)]
+    found = gradient(samples, PURE, [sample.old_logprobs for sample in samples])
+    counted = sum(int(sample.action_mask.sum()) for sample in samples)
+    shown = np.concatenate([s.columns["total_advantages"] for s in audited(samples, [TEACHER], PURE)])
+    np.testing.assert_allclose(found.numpy(), -shown / counted, atol=1e-6)
+
+
+def test_the_weights_of_the_correction_multiply_the_rewards_part_alone() -> None:
     samples = corrected(stale(2, rewarded=True), [TEACHER], MIXED)
     check_staleness(samples, version=5, updates=0, max_age=2)
     now = [sample.old_logprobs for sample in samples]  # of a first update
@@ -77,7 +119,8 @@ def test_importance_weights_multiply_the_rewards_part_alone() -> None:
     for sample in samples:
         for t in range(sample.response_length):
             weight = min(float(np.exp(np.float64(sample.old_logprobs[t]) - sample.rollout_logprobs[t])), BOUND)
-            penalty = COEF * (float(sample.old_logprobs[t]) - float(sample.teacher_logprobs["t"][t]))
+            stale_part = stale_weight(sample.old_logprobs[t], sample.rollout_logprobs[t])
+            penalty = stale_part * COEF * (float(sample.old_logprobs[t]) - float(sample.teacher_logprobs["t"][t]))
             advantage = weight * float(sample.advantages[t]) - penalty
             wanted.append(-advantage / counted if sample.action_mask[t] else 0.0)
     np.testing.assert_allclose(found, wanted, atol=1e-6)
