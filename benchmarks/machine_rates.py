@@ -51,8 +51,7 @@ def measure(threads: int, dtype: str) -> dict[str, float]:
     for size in SIZES[device]:
         a, b = (torch.randn(size, size, device=device).to(getattr(torch, DTYPES[dtype])) for _ in range(2))
         out = torch.empty_like(a)
-        # type: ignore[misc]
-        flops = max(flops, 2 * size**3 / fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out)))
+        flops = max(flops, 2 * size**3 / fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out)))  # type: ignore[misc]
     x, y, z = (torch.ones(BUFFER_BYTES[device] // 4, device=device) for _ in range(3))
     copied = 2 * x.nbytes / fastest(lambda: x.copy_(y))
     triad = 3 * x.nbytes / fastest(lambda: torch.add(y, z, alpha=2.0, out=x))
