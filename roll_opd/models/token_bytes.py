@@ -204,8 +204,9 @@ class ByteEncoder:
             found += [self._single.get(byte, MISSING) for byte in data[place:last]]
             ends += range(place + 1, last + 1)
             place = last
-        if place != len(data):
-            return [MISSING], np.array([len(data)])
+        rest = data[place:]  # the tokenizer dropped the last bytes
+        found += [self._single.get(byte, MISSING) for byte in rest]
+        ends += range(place + 1, len(data) + 1)
         return found, np.array(ends, np.int64)
 
 

@@ -1,7 +1,12 @@
 """Bytes of tokens and tokens of bytes, over the kinds of tokenizers that models ship."""
 
 import json
+import os
 import random
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,14 +45,22 @@ def random_text(rng: random.Random) -> str:
     return "".join(rng.choices(PIECES, k=rng.randint(0, 30)))
 
 
-def check(encoder: ByteEncoder, data: bytes, *, whole: bool) -> tuple[list[int], np.ndarray]:
-    """Check that tokens have the bytes at their place, and return them."""
+def without_token(encoder: ByteEncoder) -> set[int]:
+    """Return the bytes for which a tokenizer has no token."""
+    return {byte for byte in range(256) if encoder.encode(bytes([byte]))[0] == [MISSING]}
+
+
+def check(encoder: ByteEncoder, data: bytes, unknown: set[int]) -> tuple[list[int], np.ndarray]:
+    """Check that tokens have the bytes at their place, and return them.
+
+    Only single bytes without a token may be missing.
+    """
     tokens, ends = encoder.encode(data)
     assert len(tokens) == len(ends) and (not data or ends[-1] == len(data))
     start = 0
     for token, end in zip(tokens, ends.tolist(), strict=True):
         if token == MISSING:
-            assert not whole
+            assert end == start + 1 and data[start] in unknown
         else:
             assert encoder.table.by_id[token] == data[start:end]
             assert token not in encoder.table.special
@@ -55,36 +68,62 @@ def check(encoder: ByteEncoder, data: bytes, *, whole: bool) -> tuple[list[int],
     return tokens, ends
 
 
-def compare(kinds: tuple[str, ...], texts: int) -> None:
-    """Check the alignment of random texts between each kind and the next."""
-    rng = random.Random(7)
-    encoders = {kind: ByteEncoder(content(kind)) for kind in kinds}
+def compare(encoders: Mapping[str, ByteEncoder], texts: int) -> None:
+    """Check the alignment of random texts between each tokenizer and the next."""
+    rng, kinds = random.Random(7), tuple(encoders)
+    unknown = {kind: without_token(encoder) for kind, encoder in encoders.items()}
     for number in range(texts):
         data = random_text(rng).encode()
         if number % 4 == 0:  # cut inside a character, or with bytes that are no text
             data = data[: rng.randint(0, len(data))] + bytes(rng.choices(range(256), k=rng.randint(0, 3)))
-        cuts = {kind: check(encoder, data, whole=kind in EVERY_BYTE) for kind, encoder in encoders.items()}
+        cuts = {kind: check(encoder, data, unknown[kind]) for kind, encoder in encoders.items()}
         for one, other in zip(kinds, [*kinds[1:], kinds[0]], strict=True):
-            if one not in EVERY_BYTE:
+            (student_tokens, ends), (tokens, teacher_ends) = cuts[one], cuts[other]
+            if MISSING in student_tokens:
                 continue
-            ends, (tokens, teacher_ends) = cuts[one][1], cuts[other]
             missing = np.array(tokens, np.int64) == MISSING
             found = Alignment(ends, teacher_ends, missing, np.ones(len(ends), bool))
             assert int(found.sizes[:, 0].sum()) + found.uncovered == len(ends)
             logprobs = np.full(np.count_nonzero(~missing), -1.0, np.float32)
             on_student = found.on_student_tokens(logprobs)
             assert on_student[found.chunks != NO_CHUNK].sum() == pytest.approx(-found.sizes[:, 1].sum(), abs=1e-3)
-            if other in EVERY_BYTE:
+            if not missing.any():
                 assert found.uncovered == 0
 
 
 def test_tokens_of_any_bytes_have_these_bytes() -> None:
-    compare(KINDS, 60)
+    encoders = {kind: ByteEncoder(content(kind)) for kind in KINDS}
+    assert not any(without_token(encoders[kind]) for kind in EVERY_BYTE)
+    compare(encoders, 60)
 
 
 @pytest.mark.nightly
 def test_tokens_of_ten_thousand_strings_have_their_bytes() -> None:
-    compare(KINDS, 10_000)
+    compare({kind: ByteEncoder(content(kind)) for kind in KINDS}, 10_000)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif("TOKENIZERS" not in os.environ, reason="needs TOKENIZERS, a directory of directories of tokenizers")
+def test_tokens_of_ten_thousand_strings_have_their_bytes_in_tokenizers_of_published_models() -> None:
+    """Also the time of encoding and alignment, per student token of a long answer."""
+    found = sorted(Path(os.environ["TOKENIZERS"]).glob("*/tokenizer.json"))
+    encoders = {path.parent.name: ByteEncoder(json.loads(path.read_text())) for path in found}
+    assert len(encoders) >= 2
+    for name, encoder in encoders.items():
+        print(f"{name}: no token for the bytes {bytes(sorted(without_token(encoder))).hex(' ')}")
+    text = " ".join(random_text(random.Random(n)) for n in range(300)).encode()
+    for (one, student), (other, teacher) in pairwise(encoders.items()):
+        _, ends = student.encode(text)
+        taken = []
+        for _ in range(5):
+            began = time.perf_counter()
+            tokens, teacher_ends = teacher.encode(text)
+            Alignment(ends, teacher_ends, np.array(tokens) == MISSING, np.ones(len(ends), bool))
+            taken.append((time.perf_counter() - began) / len(ends))
+        print(f"{one} -> {other}: {min(taken) * 1e6:.1f} us per token")
+        assert min(taken) < 20e-6
+    compare(encoders, 10_000)
 
 
 @pytest.mark.parametrize("kind", KINDS)
