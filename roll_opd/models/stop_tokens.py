@@ -23,6 +23,7 @@ class TurnEnd:
     """The text and the special tokens that follow an answer in a conversation."""
 
     text: str  # without blanks at both ends; may be ""
+    blanks: str  # the text, if it has nothing but blanks
     ids: tuple[int, ...]  # ids of its special tokens, in order, or of the single ordinary token
     names: tuple[str, ...]  # tokens with these ids
 
@@ -83,7 +84,8 @@ def _read(after: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> Tu
     text = after.strip()
     if not names and text in tokens:
         names = [text]
-    return TurnEnd(text, tuple(added.get(name, tokens.get(name, -1)) for name in names), tuple(names))
+    ids = tuple(added.get(name, tokens.get(name, -1)) for name in names)
+    return TurnEnd(text, "" if text else after, ids, tuple(names))
 
 
 def added_tokens(path: Path) -> dict[str, int]:

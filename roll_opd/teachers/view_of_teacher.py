@@ -10,7 +10,7 @@ from roll_opd.data.templates import TEMPLATES, load_tokenizer
 from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import read_model
 from roll_opd.models.stop_tokens import stop_tokens, turn_end
-from roll_opd.models.token_bytes import ByteEncoder, token_bytes
+from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.models.tokenizer_files import special_tokens
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
 from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
@@ -26,8 +26,8 @@ def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
     path, other = Path(student.path), Path(teacher.tokenizer)
     own = ByteEncoder(tokenizer_content(path), read_model(path).vocab)
     encoder = ByteEncoder(tokenizer_content(other))
-    end = turn_end_token(other, template)
-    ours = turn_end_token(path)
+    end = turn_end_token(other, encoder, template)
+    ours = turn_end_token(path, own)
     ended = stop_tokens(path, {}).ids | (set() if ours is None else {ours})
     return OtherTokenizer(
         teacher.name,
@@ -49,19 +49,27 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
     return json.loads(converted.backend_tokenizer.to_str())
 
 
-def turn_end_token(path: Path, template: str | None = None) -> int | None:
+def turn_end_token(path: Path, encoder: ByteEncoder, template: str | None = None) -> int | None:
     """Return the token that ends a turn in the chat template.
 
-    If the template has no such token, the end-of-sequence token is returned. If this token is missing too, None is
-    returned.
+    If the template has no such token but writes blanks after an answer, such as a newline, and these blanks are one
+    token, this token is returned. Otherwise the end-of-sequence token is returned, or None if it is missing too.
+
+    Args:
+        path: model directory with the tokenizer and its template.
+        encoder: the encoder of this tokenizer.
+        template: replaces the template of the tokenizer.
     """
     found = turn_end(path, template)
     if found and found.ids and found.ids[0] >= 0:
         return found.ids[0]
+    blanks = encoder.encode_markup(found.blanks) if found else []
+    if len(blanks) == 1:
+        return blanks[0]
     text = special_tokens(path).get("eos_token")
     if not text:
         return None
-    table = token_bytes(tokenizer_content(path))
+    table = encoder.table
     in_vocabulary = table.by_id.index(text.encode()) if text.encode() in table.by_id else None
     return table.added.get(text, in_vocabulary)
 

@@ -10,10 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizer_kinds import EVERY_BYTE, content
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from roll_opd.base.failures import RunError
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
+from roll_opd.data.rows import Row
+from roll_opd.data.templates import load_tokenizer, render_prompt, tokenize
 from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample
@@ -22,7 +26,7 @@ from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.turn_markup import TurnMarkup, turn_markup
-from roll_opd.teachers.view_of_teacher import tokenizer_content, view_of
+from roll_opd.teachers.view_of_teacher import tokenizer_content, turn_end_token, view_of
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEXT = "347+589=936, naïve 東京 🙂!\r\nThe end."
@@ -101,6 +105,61 @@ def test_parts_of_characters_and_line_ends_are_scored_as_bytes(data: bytes, teac
     assert found.encoder.table.bytes_of(tokens.tolist()) == data
     assert answer.alignment is not None and answer.alignment.uncovered == 0
     assert answer.logprobs.sum() == pytest.approx(-sum(range(1, len(tokens) + 1)))
+
+
+@pytest.mark.parametrize(("bos_of_student", "bos_of_teacher"), [(False, True), (True, False)])
+def test_a_beginning_of_sequence_token_on_one_side_only_moves_no_log_prob(
+    tmp_path: Path, bos_of_student: bool, bos_of_teacher: bool
+) -> None:
+    """The prompts are tokenised from files of both tokenizers; the log-prob of each token must stay at its bytes."""
+    tokenizers, found = [], view("byte_level", "llama")
+    for kind, has_bos in (("byte_level", bos_of_student), ("llama", bos_of_teacher)):
+        core = Tokenizer.from_str(json.dumps(content(kind)))
+        bos = core.token_to_id("<s>")
+        if has_bos:
+            core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+        made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+        made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
+        made.save_pretrained(tmp_path / kind)
+        tokenizers.append((load_tokenizer(str(tmp_path / kind)), has_bos, bos))
+    row = Row("r", messages=(FrozenDict({"role": "user", "content": "347+589"}),), tag="")
+    prompts = []
+    for tokenizer, has_bos, bos in tokenizers:
+        (ids,) = tokenize(tokenizer, [render_prompt(tokenizer, row, "native")])
+        assert ids.count(bos) == has_bos and (ids[0] == bos) == has_bos
+        prompts.append(np.array(ids, np.int64))
+    response, _ = ByteEncoder(content("byte_level")).encode(TEXT.encode())
+    plain = sample_of(response)
+    sample = Sample(
+        np.concatenate([prompts[0], np.array(response, np.int64)]),
+        len(prompts[0]),
+        {"action_mask": plain.action_mask, "rollout_logprobs": plain.rollout_logprobs},
+        teacher_prompts={"t": prompts[1]},
+        tag="",
+    )
+    tokens, prompt_length = found.reads(sample)
+    assert tokens[:prompt_length].tolist() == prompts[1].tolist()
+    expected_tokens, expected = answer_of(found, plain)
+    assert tokens[prompt_length:].tolist() == expected_tokens.tolist()
+    logprobs = -np.arange(1, len(expected_tokens) + 1).astype(np.float32)
+    assert found.back(sample, TeacherAnswer(logprobs)).logprobs.tolist() == expected.logprobs.tolist()
+    assert np.isfinite(expected.logprobs).all()
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [("{{ m.content + '\n' }}", b"\n"), ("{{ m.content + '</s>\n' }}", b"</s>"), ("{{ m.content }}", b"</s>")],
+)
+@pytest.mark.parametrize("kind", ["byte_level", "gemma"])
+def test_a_newline_ends_a_turn_if_the_template_writes_nothing_else(
+    tmp_path: Path, kind: str, template: str, end: bytes
+) -> None:
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content(kind))), eos_token="</s>")
+    made.chat_template = "{%- for m in messages -%}" + template + "{%- endfor -%}"
+    made.save_pretrained(tmp_path)
+    encoder = ByteEncoder(content(kind))
+    token = turn_end_token(tmp_path, encoder)
+    assert token is not None and encoder.table.by_id[token] == end
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}<|im_start|>assistant\n"
