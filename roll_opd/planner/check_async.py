@@ -78,7 +78,7 @@ def _check_correction(top: Top, mode: str) -> None:
             top.train_infer_correction.diag.error(
                 "is_weight",
                 f"multiplies only the reward's part of the advantage with {KEY}, but pure distillation has no reward."
-                " The teachers' part always has importance weights of its own; use filters, or remove is_weight",
+                " The teachers' part always has separate importance weights; use filters, or remove is_weight",
             )
     elif correction is None or not (correction.weight or correction.filters):
         top.diag.error(
