@@ -1,4 +1,4 @@
-"""Fixtures of several rooms, the tiers of tests (fast, push, all) and their groups.
+"""Fixtures for several directories, the tiers of tests (fast, push, all) and the groups of tests.
 
 The markers `slow` and `nightly` define the tiers: `make test-fast` excludes both, `make test` only `nightly`.
 """

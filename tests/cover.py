@@ -1,4 +1,4 @@
-"""A small part of a grid of cases that has every value of every parameter; the other cases run nightly."""
+"""Select a small part of a grid of cases that has every value of every parameter; the other cases run nightly."""
 
 from collections.abc import Callable, Iterable
 from itertools import combinations

@@ -1,6 +1,6 @@
-"""The layers of `roll_opd`: an import goes to a floor below or stays in its room.
+"""The layers of `roll_opd`: a module imports only from its own package or from lower layers.
 
-Imports inside functions count, those under `if TYPE_CHECKING` do not: they are never run.
+Imports inside functions count; imports under `if TYPE_CHECKING` do not count, because they are never executed.
 """
 
 import ast
@@ -236,7 +236,7 @@ def test_no_class_name_twice() -> None:
 
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_torch_stays_out(module: str) -> None:
-    """What reward workers and the command line import at once must be quick to import."""
+    """The imports of reward workers and of the command line must be quick."""
     code = f"import sys, {module}; print({{'torch', 'vllm', 'megatron', 'ray'}} & sys.modules.keys() or 'free')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("free\n", "")

@@ -1,4 +1,4 @@
-"""The arithmetic and the command lines of the benchmarks; nothing is started but one small measurement."""
+"""The arithmetic and the command lines of the benchmarks; only one small measurement is started."""
 
 import importlib
 import inspect

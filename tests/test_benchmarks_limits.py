@@ -34,7 +34,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> tuple[Any, Any]:
-    """A Hugging Face model, and what its directory says of it."""
+    """Return a Hugging Face model, and the facts from its directory."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from roll_opd.models.model_info import read_model
@@ -46,7 +46,7 @@ def tiny(tmp_path: Path) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_flops_are_those_that_pytorch_counts_token_by_token(tiny):
-    """With a cache a token's query meets the keys up to its own alone, so that the counter counts causal attention."""
+    """With a cache, a token's query is multiplied only by keys up to its position, so causal attention is counted."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

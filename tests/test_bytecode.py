@@ -1,4 +1,4 @@
-"""Processes of a session that each compile a share of the files have compiled all of them, as imports would."""
+"""Processes of a session that each compile a part of the files together compile all files, as imports would."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the declarations of the keys say."""
+"""docs/configuration.md equals the declarations of the keys."""
 
 import configuration_page
 

@@ -1,4 +1,4 @@
-"""Covers of grids of cases, and the groups of tests: by enumeration, and over the files that there are."""
+"""Covers of grids of cases, and the groups of tests: by enumeration, and over the existing files."""
 
 from itertools import combinations, product
 from pathlib import Path

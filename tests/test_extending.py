@@ -1,4 +1,4 @@
-"""docs/extending.md: every piece of code on the page, applied to a copy of the package and run, and from outside it."""
+"""docs/extending.md: each example is added to a copy of the package and run, and is run from outside the package."""
 
 import ast
 import json
@@ -47,7 +47,7 @@ def apply(diff: str, root: Path) -> str:
 
 
 def python(root: Path, program: str, *paths: Path) -> dict:
-    """Run a program that prints JSON with `root`, and then `paths`, before what is installed."""
+    """Run a program that prints JSON, with `root` and then `paths` before the installed packages."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, *paths)))}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=root)
     assert done.returncode == 0, done.stderr
@@ -72,7 +72,7 @@ def linked(tmp_path: Path) -> Path:
 
 
 def test_the_page_counts_its_files() -> None:
-    """As many files of the package are named in a section as its row of the table says."""
+    """The number of package files named in a section equals the number in the table."""
     assert [apply_to for apply_to in re.findall(r"^--- a/(\S+)", section("A key"), re.MULTILINE)] == [
         "roll_opd/config/schema/rollout_keys.py",
         "roll_opd/pipelines/run_logger.py",

@@ -1,4 +1,4 @@
-"""docs/gpu.md: every file that names CUDA is on the page, and its versions are those that are locked."""
+"""docs/gpu.md: it names every file that uses CUDA, and its versions are the locked versions."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every link of the Markdown pages leads somewhere, and every path and module that they name exists."""
+"""The links of the Markdown pages have targets, and the paths and modules that the pages name exist."""
 
 import fnmatch
 import re

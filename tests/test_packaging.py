@@ -1,4 +1,4 @@
-"""Packaging as a user meets it: lock files, extras, entry points, and set-up that fails with one sentence."""
+"""Packaging for users: lock files, extras, entry points, and a set-up that fails with a message of one sentence."""
 
 import os
 import re
@@ -67,7 +67,7 @@ def test_every_lock_line_is_one_exact_pin_and_none_appears_twice(locks):
 
 
 def lacking(locked, names):
-    """What the packages `names`, which are installed here, ask for and `locked` has not."""
+    """Return the requirements of the installed packages `names` that `locked` does not have."""
     found = []
     for name in names:
         for text in metadata.requires(name) or ():
@@ -103,7 +103,7 @@ def test_the_lock_for_gpus_satisfies_the_package(extra):
 
 
 def test_what_is_installed_for_gpus_is_the_lock_and_what_is_compiled_comes_last(tmp_path):
-    """The image runs the script, which is run here with a python that only says what it is asked for."""
+    """The image runs the script; here it runs with a python that only prints its arguments."""
     (tmp_path / "bin").mkdir()
     stub(tmp_path / "bin/python", f'printf "%s " "$@" >> {tmp_path}/asked; echo >> {tmp_path}/asked')
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
@@ -134,7 +134,7 @@ EXTENSIONS = ROOT / "scripts/gpu_extensions.sh"
 
 
 def test_extensions_for_gpus_are_built_in_the_locked_versions_for_one_card(tmp_path):
-    """With a python that only says what it is asked for, and for which card."""
+    """With a python that only prints its arguments and the card."""
     (tmp_path / "bin").mkdir()
     said = f'printf "%s " "$FLASH_ATTN_CUDA_ARCHS$NVTE_CUDA_ARCHS" "$@" >> {tmp_path}/asked; echo >> {tmp_path}/asked'
     stub(tmp_path / "bin/python", said)
@@ -270,7 +270,7 @@ def test_no_host_is_named_where_packages_come_from():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """What a wheel installs, built without one: the package, with what setup.py adds."""
+    """Return the files of a wheel without building one: the package, and the files that setup.py adds."""
     place = tmp_path_factory.mktemp("installed")
     command = ["setup.py", "-q", "egg_info", "--egg-base", str(place), "build_py", "--build-lib", str(place / "lib")]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=120)

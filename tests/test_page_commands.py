@@ -1,6 +1,6 @@
-"""Every command on the pages can be run as it stands: what starts a run is planned, the rest is there.
+"""Every command on the pages is valid: commands that start a run are planned, the files of the others exist.
 
-docs/cli.md and docs/quickstart.md, whose commands are a story, are followed by test_command_line.py.
+The commands of docs/cli.md and docs/quickstart.md build on each other; test_command_line.py runs them in order.
 """
 
 import re

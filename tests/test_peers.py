@@ -1,4 +1,4 @@
-"""The benchmark against peers: its table, on rows as runs leave them; its work, as our plan says it."""
+"""The benchmark against peers: its table for rows in the form of runs, and its work as planned by the package."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ def peers(monkeypatch: pytest.MonkeyPatch):
 
 
 def side(*seconds: float, start: float = 5.0, accuracies: tuple[float, ...] = (), warmup: int = 1) -> dict:
-    """A round whose steps took these seconds."""
+    """Return a round with steps of these durations."""
     rows, at = [], start
     for step, took in enumerate(seconds, start=1):
         at += took

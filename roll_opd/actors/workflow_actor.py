@@ -216,7 +216,7 @@ class WorkflowWorker:
     async def _outcome(self, job: Job) -> JobOutcome:
         """Run one job and return its outcome.
 
-        An error in the workflow's code is not raised. It is returned as the failure of the outcome.
+        An error in the workflow's code is not raised: the outcome contains the failure.
         """
         from roll_opd.workflows.run_state import RUN, RunState
         from roll_opd.workflows.workflow_experience import by_run, trained

@@ -74,7 +74,7 @@ class ActorGroup:
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """Call the generator method `method` of one actor; yield its items.
 
-        The call is cancelled when the caller leaves the loop. Use `aclosing` for this.
+        Use `aclosing`, so that the call is cancelled if the caller leaves the loop early.
         """
         remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
         ended = False

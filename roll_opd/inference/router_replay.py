@@ -1,8 +1,8 @@
 """Record the experts of each token in vLLM's engine core on a CPU, and return them in a request's last output.
 
 vLLM's option `enable_return_routed_experts` cannot be used on a CPU: the option needs vLLM's second model runner, and
-that runner needs Triton. Here the routers of a model write to a table instead. The table has one row per slot of the KV
-cache, so the routes of tokens from the prefix cache are also known.
+that runner needs Triton. On a CPU, the routers of a model therefore write the experts to a table. The table has one row
+per slot of the KV cache, so the routes of tokens from the prefix cache are also known.
 
 Legend: T tokens of a request, L layers, K experts of a token.
 """

@@ -174,7 +174,7 @@ class NormAndRotate(torch.autograd.Function):
 def _pointers(mixed_nX: Tensor, *weights_D: Tensor | None) -> list[Tensor]:
     """Return the norm weights as arguments of a kernel.
 
-    A kernel needs a pointer even for a missing weight. It gets `mixed_nX`, but does not read it.
+    A kernel needs a pointer even for a missing weight. This pointer is `mixed_nX`, which the kernel does not read.
     """
     return [mixed_nX if weight is None else weight for weight in weights_D]
 

@@ -27,7 +27,7 @@ from roll_opd.samples.transport import as_tensor
 class PackedSequences(PackedSeqParams):
     """Parameters of a pack for Megatron's layers.
 
-    For the layers, a pack is a single segment, because the position of each token is passed to them.
+    For the layers, a pack is a single segment, because the layers also get the position of each token.
 
     Only attention needs to know where each sequence begins and ends. Attention expands the sequences, so that each
     sequence includes its prefix. Token x of the expanded sequences is stored at index `places_X[x]` of the pack. The

@@ -1,6 +1,6 @@
 """Checks that read files: models and tokenizers, stop tokens at the ends of turns, and the run directory.
 
-These checks read only small parts of files and write nothing. They report problems to the sections.
+These checks read only small parts of files and write nothing. Problems are recorded in the section that has the key.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Checks of values: lengths, sampling, batches and routing replay.
 
-These functions read no files and raise no exceptions. They report problems to the sections.
+These functions read no files and raise no exceptions. Problems are recorded in the section that has the key.
 """
 
 from collections.abc import Iterable, Sequence
@@ -226,7 +226,7 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
 def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
     """Return the number of sequences in one optimizer update, over all data-parallel ranks.
 
-    The fraction `share` of these sequences are demonstrations. The others are samples of the step. A step must be a
+    The fraction `share` of these sequences are demonstrations, and the rest are samples of the step. A step must be a
     multiple of the mini-batch. In an agentic run this is only a warning, because the number of samples per trajectory
     is not known in advance.
     """

@@ -56,7 +56,7 @@ UNREAD = {  # key of a run over prompts -> its replacement in environments
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration is for a run in environments. In ROLL, the script that the user starts decides this."""
+    """Whether a configuration is for a run in environments. In ROLL, the user chooses this by the launcher."""
     return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in SECTIONS)
 
 

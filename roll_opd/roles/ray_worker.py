@@ -48,7 +48,7 @@ class RayWorker:
     async def run(self, items: Sequence[Any]) -> AsyncGenerator[Answers, None]:
         """Yield the answers of the actor's `run`.
 
-        If the iterator is left early, the call is cancelled; use `aclosing` for this.
+        Use `aclosing`, so that the call is cancelled if the caller leaves the loop early.
         """
         until = time.monotonic() + self._limit
         stream = self.actor.run.options(num_returns="streaming").remote(Compact(items))

@@ -29,7 +29,7 @@ class Teacher:
     def scores(self, sample: Sample) -> bool:
         """Whether the teacher scores a sample.
 
-        It does so if it accepts the sample's tag and a workflow has not already set its log-probs.
+        A teacher scores samples with its tags, unless a workflow has already set the teacher's log-probs.
         """
         return self.plan.accepts(sample.tag) and self.plan.name not in sample.teacher_logprobs
 

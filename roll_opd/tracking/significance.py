@@ -106,8 +106,8 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
 def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
     """Return the variance of each series around a linear trend, [R].
 
-    The variance is estimated from values that are `lag` steps apart. It is computed from their second differences,
-    because a linear trend does not change them.
+    The variance is estimated from second differences of values that are `lag` steps apart, because a linear trend does
+    not change second differences.
     """
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
     # the largest differences, from a jump or a turn, are left out

@@ -213,8 +213,8 @@ class WorkflowWithRecording(Workflow):
     The agent uses `base_url`, `api_key` and `model_name`. The responses to its requests are trained on. As with
     `agent_workflow`, each conversation becomes one experience.
 
-    Implement `run_async`. It calls `update_reward`, and it returns the metrics of the run as a dict from name to
-    number.
+    A subclass implements `run_async`, which calls `update_reward` and returns the metrics of the run as a dict from
+    name to number.
     """
 
     is_async = True

@@ -1,4 +1,4 @@
-"""Every policy loss from its formula, token by token in double precision. No code is shared with the package.
+"""Policy losses computed from their formulas, token by token in double precision. No code is shared with the package.
 
 A reference takes the sequences of a batch and its arguments, and returns one list of numbers per sequence.
 """

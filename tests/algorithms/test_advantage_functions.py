@@ -1,4 +1,4 @@
-"""Every advantage function against a loop written from its formula, and what must hold for all of them."""
+"""Every advantage function against a loop written from its formula, and properties of all advantage functions."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""Every function of `roll_opd.algorithms` against a loop in double precision, and what must hold for any input."""
+"""Every function of `roll_opd.algorithms` against a loop in double precision, and properties for any input."""
 
 import math
 

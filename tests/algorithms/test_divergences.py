@@ -1,4 +1,4 @@
-"""Divergences against their formulas, written out column by column in plain Python floats."""
+"""Divergences against their formulas, computed column by column in plain Python floats."""
 
 import math
 

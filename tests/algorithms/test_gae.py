@@ -51,7 +51,7 @@ def test_equals_the_sums_it_stands_for(gamma: float, lambd: float) -> None:
 
 
 def test_tokens_of_others_are_no_steps() -> None:
-    """What lies between two actions changes nothing, however long it is."""
+    """Tokens between two actions have no effect, however many they are."""
     rewards, values = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -1.0, 2.0])
     dense, _ = gae(rewards, values, torch.ones(3, dtype=torch.bool), [3], 0.9, 0.8)
     places = torch.tensor([0, 4, 9])

@@ -1,4 +1,4 @@
-"""KL estimators and the adaptive coefficient against their formulas, and what they are estimators of."""
+"""KL estimators and the adaptive coefficient against their formulas, and the expected values of the estimators."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every policy loss against a loop in double precision, and what must hold for all of them."""
+"""Every policy loss against a loop in double precision, and properties of all policy losses."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ case = pytest.mark.parametrize(("name", "arguments"), CASES, ids=[f"{name}-{args
 
 
 def batch(seed: int, *, spread: float = 0.3, dtype: torch.dtype = torch.float64, rewards: bool = False) -> LossBatch:
-    """Random sequences, some tokens no actions; what lies under the mask is infinite or no number."""
+    """Return random sequences in which some tokens are not actions; values outside the mask are infinite or NaN."""
     generator = torch.Generator().manual_seed(seed)
     count = sum(LENGTHS)
 
@@ -124,7 +124,7 @@ def test_losses_in_single_precision_equal_the_reference(name: str, arguments: di
 
 @case
 def test_gradients_of_losses_equal_central_differences(name: str, arguments: dict) -> None:
-    """By central differences of the reference, in which what is under a stop-gradient does not move."""
+    """Central differences of the reference, in which values under a stop-gradient are constant."""
     made, step = batch(7), 1e-6
     base = sequences(made)
 
@@ -171,7 +171,7 @@ def test_sequence_ratio_has_the_gradient_of_its_mean() -> None:
 @case
 @pytest.mark.parametrize("mode", MODES)
 def test_no_split_and_no_order_changes_loss_and_gradient(name: str, arguments: dict, mode: str) -> None:
-    """Pairs stay together; everything else may go anywhere."""
+    """Only pairs must stay together."""
     made = batch(13)
     masks = list(made.mask_M.split(list(made.lengths)))
     demonstrations = [bool(piece.any()) for piece in made.demonstration_M.split(list(made.lengths))]

@@ -1,4 +1,4 @@
-"""Losses and advantages by name: registered where they are defined, by dotted path, and as a user adds to them."""
+"""Losses and advantages by name: registered in the package, by a user, or given by dotted path."""
 
 import importlib
 import pkgutil
@@ -36,7 +36,7 @@ def test_importing_the_registry_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.builtin)
 def test_the_configuration_can_give_every_argument_of_a_loss(name: str) -> None:
-    """Each has a default, and those of ROLL's pg_clip keys are there where the loss says so."""
+    """Each argument has a default, and a loss has the arguments of ROLL's pg_clip keys if it declares them."""
     policy_loss(name, POLICY_LOSSES.defaults(name))
     clips = {"clip_low", "clip_high", "dual_clip"}
     assert not POLICY_LOSSES.facts(name).reads_pg_clip or clips <= POLICY_LOSSES.defaults(name).keys()

@@ -1,4 +1,4 @@
-"""The rows of `algorithm_type`, what is refused about a combination, and how arguments are merged."""
+"""The rows of `algorithm_type`: their values, refused combinations, and the merging of arguments."""
 
 import pytest
 

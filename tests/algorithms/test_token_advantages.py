@@ -203,7 +203,7 @@ def test_token_advantages_of_a_step_equal_the_loop(objective: ObjectivePlan, whi
 
 
 def test_what_an_advantage_drops_is_as_if_never_sampled() -> None:
-    """Flat groups leave the batch: whitening, weights and all; where a teacher teaches, only their reward is gone."""
+    """Groups with equal rewards are not in whitening and weights; with a teacher, only their reward is removed."""
     made = [replace(e, reward=0.5) if e.group_id == "a" else e for e in samples(4)]
     left = [e for e in made if e.group_id != "a"]
     assert 0 < len(left) < len(made)

@@ -1,4 +1,4 @@
-"""Returns that are discounted by turns, against a loop over turns, and beside returns of tokens."""
+"""Returns that are discounted per turn, against a loop over turns, and compared with returns discounted per token."""
 
 import numpy as np
 import pytest

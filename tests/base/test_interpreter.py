@@ -1,4 +1,4 @@
-"""Launchers started with another Python than the project's: they use .venv, or end with one line."""
+"""Launchers started with a Python other than the project's: they use .venv, or end with a message of one line."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def other_pythons() -> list[str]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what a launcher reads, without .venv."""
+    """Return a copy of the files that a launcher reads, without .venv."""
     place = tmp_path / "my checkout"
     shutil.copytree(ROOT / "roll_opd", place / "roll_opd", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("__pycache__", "models"))
@@ -68,7 +68,7 @@ def test_a_python_without_the_packages_ends_with_one_line(checkout: Path, bare: 
 
 
 def test_the_single_file_example_names_what_it_lacks(checkout: Path, bare: Path) -> None:
-    """It runs without the engines, so that it asks for its own packages alone."""
+    """It runs without the engines, so the message names only the packages that it imports."""
     done = ended([str(bare), str(checkout / "examples/minimal_opd.py")], checkout)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (

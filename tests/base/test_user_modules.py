@@ -1,4 +1,4 @@
-"""Modules of the user's own are found where data files are: from here, then beside the configuration."""
+"""Modules of the user are found like data files: in the current directory, then next to the configuration."""
 
 import os
 import subprocess

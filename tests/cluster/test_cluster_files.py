@@ -1,4 +1,4 @@
-"""The job files in examples/clusters: their shell, their names, and the variables of the command."""
+"""The job files in examples/clusters: shell code, names, and the environment variables of the command."""
 
 import json
 import os

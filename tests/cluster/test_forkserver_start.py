@@ -1,4 +1,4 @@
-"""Forks of a warm server: they are to a program what a new interpreter is, and none outlives its driver."""
+"""Forks of a preloaded server behave like new interpreters, and none of them outlives its driver."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def server() -> Iterator[psutil.Process]:
 
 
 def setup(program: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Start a worker as Ray does: its own arguments, and what a role's environment is, as JSON."""
+    """Start a worker as Ray does: with its arguments, and a role's environment as JSON."""
     context = json.dumps({"env_vars": variables, "py_executable": sys.executable})
     command = [sys.executable, forkserver_worker.__file__, str(program), *arguments, "--language=PYTHON"]
     return subprocess.run(
@@ -375,7 +375,7 @@ def test_a_server_ends_with_its_driver_sigkill_included(
 
 @pytest.mark.parametrize("kind", [MEGATRON, ENGINES])
 def test_other_users_get_nothing(kind: str, server: psutil.Process) -> None:
-    """A connection of another user is closed before anything is read from it; the server goes on."""
+    """A connection of another user is closed before anything is read from it; the server continues."""
     user = "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
     asks = "s.connect('\\0' + sys.argv[1]); print(s.recv(1))"
     asked = [sys.executable, "-I", "-S", "-c", user + asks, forkserver_worker.address_of(os.environ[ADDRESS], kind)]

@@ -1,4 +1,4 @@
-"""Hosts find each other and are checked: here processes and threads of one machine, over its loopback."""
+"""The hosts of a run connect and are checked: processes and threads of one machine, over its loopback interface."""
 
 import queue
 import socket
@@ -30,7 +30,7 @@ class Other:
         self.channel.send(rank=rank, size=2, **{**host_facts.facts(), **facts})
 
     def heard(self, key: str) -> Any:
-        """What is said next with `key` in it."""
+        """Return the next message that contains `key`."""
         while True:
             _, message = self.inbox.get(timeout=10)
             assert message is not None
@@ -72,7 +72,7 @@ def test_two_hosts_of_one_rank_and_strangers(hosts: Hosts) -> None:
 
 
 def test_a_host_of_another_run_is_refused(hosts: Hosts) -> None:
-    """From the same machine, too: two runs may have one MASTER_PORT. A host that comes again knows its run."""
+    """Also on the same machine, because two runs may have one MASTER_PORT. A host that connects again knows its run."""
     first = Other(port(hosts))
     hosts.gather(10, print)
     assert first.heard("again") == 7.0

@@ -1,4 +1,4 @@
-"""Which host this is, from what launchers set."""
+"""The rank and the address of a host, from the environment variables of launchers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Dead actors and Ray processes are reported: real ones, killed."""
+"""Dead actors and Ray processes are reported: real processes that are killed."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A driver that is killed leaves no process and no directory of a session behind."""
+"""After a driver is killed, none of its processes and no session directory remains."""
 
 import signal
 import subprocess
@@ -72,7 +72,7 @@ while True:
 
 
 def test_a_process_started_just_before_the_end_of_the_block_is_ended(tmp_path: Path) -> None:
-    """As Ray's are when Ctrl-C comes while it starts: they wrote into its session after that was removed."""
+    """Ray's processes are an example: after Ctrl-C during the start, they wrote into the removed session directory."""
     session = tmp_path / "session_1"
     with guarded() as reaper:
         reaper.remove_at_the_end(session)

@@ -1,4 +1,4 @@
-"""Start-up: its current wait is printed, a late or failed part is reported with its reason. No process starts."""
+"""Start-up: the current wait is printed, and late or failed parts are reported with a reason. Starts no process."""
 
 import asyncio
 import os

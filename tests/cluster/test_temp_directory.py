@@ -1,4 +1,4 @@
-"""The directory for temporary files of a run, where the one that the environment names cannot be used."""
+"""A run's directory for temporary files, if the directory in the environment variable cannot be used."""
 
 import os
 import tempfile

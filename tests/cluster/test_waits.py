@@ -1,4 +1,4 @@
-"""The watchdog: a report names every open wait once nothing moves, and nothing is reported while anything does."""
+"""The watchdog of waits: if nothing progresses, a report names every open wait; otherwise there is no report."""
 
 import asyncio
 import threading

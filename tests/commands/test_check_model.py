@@ -1,4 +1,4 @@
-"""`roll-opd check-model`: a model that agrees, tensors that differ, and models that are not available."""
+"""`roll-opd check-model`: a correct model, tensors that differ, and unsupported models."""
 
 import json
 from pathlib import Path

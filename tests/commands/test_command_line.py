@@ -1,4 +1,4 @@
-"""`roll-opd` as it is typed: the words of a command, the pages that show them, and the demo that they work on."""
+"""`roll-opd` on the command line: commands, the pages that show them, and the demo."""
 
 import argparse
 import gc
@@ -27,7 +27,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
 
 def ask(*words: str) -> tuple:
-    """The pipeline and the configuration that `roll-opd run` reads from its arguments."""
+    """Return the pipeline and the configuration that `roll-opd run` reads from its arguments."""
     parsed = main.parse(["run", *words])
     return pipeline_arguments(parsed), *configuration(parsed)
 
@@ -229,7 +229,7 @@ def test_rows_of_the_quickstart_are_the_demos() -> None:
 
 @pytest.mark.slow
 def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the page gives `roll_opd.run` plans; tests/pipelines/test_runs.py trains with it."""
+    """The page's arguments of `roll_opd.run` can be planned; tests/pipelines/test_runs.py trains with them."""
     planned = []
 
     def plan(config: python_api.Config, overrides: python_api.Overrides = ()) -> defaultdict:

@@ -1,4 +1,4 @@
-"""The doctor's checks on made-up machines, its probes on real processes, and the whole on this machine."""
+"""`roll-opd doctor`: checks on made-up machines, probes on real processes, and a complete run on this machine."""
 
 import subprocess
 import sys

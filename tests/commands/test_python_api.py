@@ -1,4 +1,4 @@
-"""`roll_opd.run`: what it makes of its arguments and of a run's end. tests/pipelines/test_runs.py trains with it."""
+"""`roll_opd.run`: its arguments, and its result after each kind of end. tests/pipelines/test_runs.py trains with it."""
 
 import asyncio
 import importlib

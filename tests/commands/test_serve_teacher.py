@@ -1,4 +1,4 @@
-"""`roll-opd serve`: the command line of vLLM's server, and its key in the environment only."""
+"""`roll-opd serve`: the command line of vLLM's server, and the API key, which is only in the environment."""
 
 from itertools import pairwise
 from pathlib import Path

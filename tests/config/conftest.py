@@ -1,4 +1,4 @@
-"""Fixtures of the configuration tests: a valid configuration, of which tests change single keys."""
+"""Fixtures of the configuration tests: a valid configuration, in which tests change single keys."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -21,7 +21,7 @@ DATA = re.compile(r"data/([\w-]+)\.jsonl")
 
 
 def model_directory(root: Path, name: str, *, weights: bool = True) -> Path:
-    """Write the model directory that stands for `name`."""
+    """Write the model directory that replaces `name`."""
     layers, hidden, heads, kv_heads, intermediate = SIZES[name]
     path = root / "models" / name
     write_model(

@@ -1,7 +1,7 @@
-"""Broken configurations as people write them: each message names the key, the value and what to do.
+"""Broken configurations as users write them: each message names the key, the value and the remedy.
 
-All run in one process; that such a message is exit code 2 of the command, in seconds, is
-`test_command_line_error_is_quick_and_exits_with_2`.
+All run in one process. `test_command_line_error_is_quick_and_exits_with_2` tests that the command prints such a message
+within seconds and has exit code 2.
 """
 
 import re

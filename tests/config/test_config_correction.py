@@ -1,4 +1,4 @@
-"""`train_infer_correction` and the adaptive KL coefficient: ROLL's spelling and defaults, and contradictions."""
+"""`train_infer_correction` and the adaptive KL coefficient: ROLL's keys and defaults, and contradictions."""
 
 import pickle
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The critic: when it is needed, what its section becomes, and what contradicts it."""
+"""The critic: when it is needed, the plan of its section, and contradictions."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The data part of a configuration: files, directories and patterns, templates by tag, interleaving."""
+"""The data of a configuration: files, directories and patterns, templates by tag, interleaving."""
 
 import json
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def test_files_are_streams(root: Path, plan: Callable[..., RunPlan]) -> None:
 
 
 def test_rolls_one_probability_is_no_interleaving(root: Path, plan: Callable[..., RunPlan], two_domains: dict) -> None:
-    """ROLL's own files write "1.0" beside several files and domain_interleave_probs."""
+    """ROLL's files set domain_interleave_probs to "1.0" together with several files."""
     more = write_rows(root / "more.jsonl", "math")
     files = {f"{DATA}.file_name": [str(root / "train.jsonl"), str(more)], f"{DATA}.interleave_probs": "1.0"}
     assert plan({**two_domains, **files}).data.streams == ()

@@ -1,4 +1,4 @@
-"""Demonstrations: where they come from, how many of them are in an update, and what is refused."""
+"""Demonstrations: their source, their number per update, and refused settings."""
 
 import json
 from collections.abc import Callable

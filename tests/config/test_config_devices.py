@@ -1,4 +1,4 @@
-"""Devices of roles that write none: the student has all, the others the student's."""
+"""Default devices of roles: the student gets all devices, and other roles get the student's devices."""
 
 import stat
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How the teachers teach: what is taken, what is refused and why, what has no effect."""
+"""Keys of the distillation objective: accepted values, refused values with their reason, and keys without effect."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Edges that a configuration falls over: empty names, a user's broken module, types behind a signature."""
+"""Edge cases of configurations: empty names, broken user modules, types that a signature hides."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What is wrong with runs in environments before they start: managers, templates, names, teachers, unread keys."""
+"""Errors of runs in environments that the plan reports: managers, templates, names, teachers, unread keys."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The shipped examples in ROLL's form plan on a laptop, with nothing but model and data paths replaced."""
+"""The examples in ROLL's form can be planned on a laptop, with only the paths of models and data replaced."""
 
 import os
 import re

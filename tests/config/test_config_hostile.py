@@ -1,6 +1,6 @@
-"""Input that is no configuration at all, or means more than it says: a sentence in moments, whatever it is.
+"""Input that is not a configuration, or expands to much more than its text: each gives a short message quickly.
 
-YAML that never ends, numbers that no engine takes, paths that lead nowhere, files that are no files, rights that lack.
+Endless YAML, numbers that no engine accepts, missing paths, special files, missing permissions.
 """
 
 import itertools
@@ -262,7 +262,7 @@ def test_paths_that_are_no_regular_files_are_refused(name: str, root: Path, valu
 
 @pytest.fixture
 def without_rights() -> Iterator[Path]:
-    """A directory that everybody may enter, for a process that is nobody, even where the tests belong to root."""
+    """Return a directory that every user may enter, for a process without rights, even if root runs the tests."""
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
     yield place

@@ -1,4 +1,4 @@
-"""Where a configuration is looked for, what it composes from, and what groups on the command line mean."""
+"""The search path of a configuration, its composition, and groups on the command line."""
 
 import json
 import shlex
@@ -33,7 +33,7 @@ def _refused(*arguments: Any) -> str:
 
 
 def test_a_directory_without_the_file_hides_no_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the current directory, in its examples/, beside the started script: the first that has the file."""
+    """The first directory with the file counts: the current directory, its examples/, the directory of the script."""
     project, scripts = root / "project", root / "scripts"
     (project / "mine").mkdir(parents=True)
     monkeypatch.chdir(project)
@@ -54,7 +54,7 @@ def test_a_directory_without_the_file_hides_no_other(root: Path, monkeypatch: py
 
 @pytest.mark.parametrize("given", ["yaml", "command line"])
 def test_a_search_path_of_ones_own_is_kept(root: Path, given: str) -> None:
-    """Ours comes behind it: a group that both have is the user's."""
+    """This package's path follows it, so a group in both is the user's."""
     theirs = root / "site configs"
     _yaml(theirs / "mygroup" / "a.yaml", {"seed": 7})
     _yaml(theirs / "parallel" / "tp2.yaml", {"tensor_model_parallel_size": 4})
@@ -138,7 +138,7 @@ def test_a_plain_text_needs_no_quotes(value: str) -> None:
 
 @pytest.mark.parametrize("value", ["a, b", "[b=1]", "{b=1}", "range(1,", "'x", "f(x=1)"])
 def test_another_text_is_refused_with_the_quotes_to_write(value: str) -> None:
-    """What the message says to write, as a shell reads it, sets the text."""
+    """If a shell reads the text in the message, the key gets the intended value."""
     with pytest.raises(ConfigError) as refused:
         parse_overrides([f"exp_name={value}"])
     (word,) = shlex.split(refused.value.problems[0].rpartition(": ")[2])

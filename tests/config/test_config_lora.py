@@ -1,4 +1,4 @@
-"""LoRA by ROLL's keys: what is planned, what computes for the base, what is refused."""
+"""LoRA with ROLL's keys: the plan, the roles that compute with the base model, and refused settings."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Mixed mode and reinforcement learning: what their keys become, ROLL's defaults, and what contradicts them."""
+"""Mixed mode and reinforcement learning: the plan of their keys, ROLL's defaults, and contradictions."""
 
 import pickle
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a right configuration becomes: values, ROLL's defaults, overrides, composition, immutability."""
+"""Plans of valid configurations: values, ROLL's defaults, overrides, composition, immutability."""
 
 import dataclasses
 import pickle

@@ -1,4 +1,4 @@
-"""Messages of a wrong configuration: the key, the value, the remedy, and file and line."""
+"""Messages about invalid configurations: the key, the value, the remedy, file and line."""
 
 import json
 import resource

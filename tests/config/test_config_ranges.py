@@ -1,4 +1,4 @@
-"""`device_mapping` texts: what Python would make of them, without running Python."""
+"""`device_mapping` texts: the result equals Python's, although no Python is executed."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Keys in a section where they have no effect: the hint and the warning name the place where they have one."""
+"""Keys in a section where they have no effect: hint and warning name the right place."""
 
 from collections.abc import Callable
 from typing import Any

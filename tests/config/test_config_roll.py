@@ -1,4 +1,4 @@
-"""YAML as ROLL users have it: every key of ROLL's distillation files parses, in both generations of the format."""
+"""ROLL's YAML files: every key of its distillation files is accepted, in both generations of the format."""
 
 from collections.abc import Callable
 from dataclasses import fields

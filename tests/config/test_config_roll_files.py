@@ -1,4 +1,4 @@
-"""Whole YAML in ROLL's style pass `roll-opd plan` with nothing but model and data paths replaced."""
+"""Complete YAML files in ROLL's style pass `roll-opd plan`, with only the paths of models and data replaced."""
 
 import json
 from pathlib import Path
@@ -192,7 +192,7 @@ def test_mixed_mode_in_its_documented_form(root: Path) -> None:
 
 
 def test_64_gpus_without_their_weights(root: Path) -> None:
-    """What a laptop has of a model: its configuration and tokenizer."""
+    """A laptop has only the configuration and the tokenizer of the model."""
     directory = _write(root, "pure_64_gpus", weights=False)
     run = load_plan(directory, "pure_64_gpus", [f"output_dir={root}"], runnable=False)
     assert (run.num_nodes * run.devices_per_node, run.student.layout) == (64, Layout(tp=4, pp=2, dp=4))

@@ -214,7 +214,7 @@ def test_fields_of_rolls_that_mean_nothing_here(plan: Plan, root: Any) -> None:
 
 
 def test_a_judge_of_the_shared_reward_model(rl: dict[str, Any], plan: Plan, problems: Problems, root: Any) -> None:
-    """`judge_model_type: cluster`, whose engine is the section reward_model."""
+    """`judge_model_type: cluster`: the section reward_model describes the engine."""
     model = {"model_name_or_path": str(root / "student"), "dtype": "fp32"}
     engine = {"model_args": model, "device_mapping": "[2, 3]", "strategy_args": {"strategy_name": "vllm"}}
     rl["rewards"] = {"llm_judge": {"judge_model_type": "cluster"}}

@@ -1,4 +1,4 @@
-"""Forms of ROLL's own YAML that its documents leave out: each is accepted, and means what ROLL takes it for."""
+"""Undocumented forms of ROLL's YAML: each is accepted, and has the same meaning as in ROLL."""
 
 import json
 from collections.abc import Callable

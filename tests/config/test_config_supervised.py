@@ -1,4 +1,4 @@
-"""SFT and DPO: epochs, and what is said of keys and lengths that do not fit."""
+"""SFT and DPO: epochs, and messages about keys and lengths that do not fit."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ROLE = {"sft": "sft_train", "dpo": "actor_train"}
 
 @pytest.fixture(params=["sft", "dpo"])
 def schema(request: pytest.FixtureRequest, root: Path, values: dict[str, Any]) -> str:
-    """What is learnt; the base configuration learns it from ROWS rows."""
+    """Return the schema of the data; the base configuration has ROWS rows."""
     train = values.pop("student_train")
     file = root / "rows.jsonl"
     file.write_text((json.dumps({"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}) + "\n") * ROWS)
@@ -47,7 +47,7 @@ def test_epochs_become_steps(plan: Plan, schema: str, epochs: float, steps: int)
 
 
 def test_the_kl_loss_is_that_of_trinitys_row(plan: Plan, schema: str) -> None:
-    """ROLL's DPO has none; naming the row brings Trinity-RFT's, and sft has no reference at all."""
+    """ROLL's DPO has no KL loss; `algorithm_type` adds Trinity-RFT's, and sft has no reference policy."""
 
     def coefficient(changes: dict[str, Any]) -> float:
         objective = plan(changes, pure=None, pipeline=schema).objective

@@ -1,4 +1,4 @@
-"""What a teacher reads and whose weights it has: what is taken, and what is refused with what to do."""
+"""Keys for a teacher's prompt and weights: accepted values, and refusals with a remedy."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`track_with` and `tracker_kwargs`: ROLL's form, ours for several trackers, what is missing, what stays secret."""
+"""`track_with` and `tracker_kwargs`: ROLL's form, several trackers, missing packages, hidden secrets."""
 
 import sys
 from collections.abc import Callable

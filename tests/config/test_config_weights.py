@@ -1,4 +1,4 @@
-"""Weights that do not fit their config.json, or were lost: reported by name before anything starts."""
+"""Weights that are missing or do not fit config.json are reported by name before the start of a run."""
 
 import json
 from collections.abc import Callable

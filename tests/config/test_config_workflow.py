@@ -1,4 +1,4 @@
-"""What is done with rows beyond one answer, as it is configured: workflows, and the models that they ask."""
+"""Configurations of workflows, and of the models that workflows call."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Options of an installed engine: read from its classes in a subprocess, cached for the installed version.
+"""Options of an installed engine: read from its classes in a subprocess, and cached for the installed version.
 
 The engine here is a small package; `test_config_roll.py` compares with vLLM and Megatron-core themselves.
 """

@@ -1,4 +1,4 @@
-"""Weight files of model directories as tools leave them: the files in use, and the errors."""
+"""Weight files in model directories, as different tools write them: the files that are read, and errors."""
 
 import json
 import shutil
@@ -84,7 +84,7 @@ def test_two_whole_sets_must_be_the_same(tmp_path: Path) -> None:
 
 
 def test_an_index_that_names_fewer_tensors(tmp_path: Path) -> None:
-    """transformers and vLLM load what is in its files."""
+    """transformers and vLLM load all tensors of its files."""
     path = write_model(tmp_path / "model")
     _split(path)
     (path / SINGLE).unlink()

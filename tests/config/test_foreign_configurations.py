@@ -1,4 +1,4 @@
-"""Configurations of other systems: which they are, and that one of our own never meets their translations."""
+"""Configurations of other systems are recognised, and our configurations are never translated."""
 
 import subprocess
 import sys

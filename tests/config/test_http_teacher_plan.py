@@ -1,4 +1,4 @@
-"""Plans of teachers behind a server: the source, and the settings that a server cannot serve."""
+"""Plans of teachers behind a server: the source, and settings that a server cannot support."""
 
 from pathlib import Path
 

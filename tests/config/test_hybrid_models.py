@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 in plans: sizes of their releases, layouts, memory, and the text part of multimodal models."""
+"""Plans of Qwen3-Next and Qwen3.5: published sizes, layouts, memory, and the text part of multimodal models."""
 
 import json
 from pathlib import Path

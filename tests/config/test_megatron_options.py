@@ -1,4 +1,4 @@
-"""Options of Megatron-core's: which reach the engine, which have no effect and say so, which are refused by name."""
+"""Options of Megatron-core: passed to the engine, ignored with a warning, or refused by name."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The memory estimate against sums done by hand, per rank, for shapes of released models; GiB, within 5 %."""
+"""The memory estimate per rank against sums computed by hand, for shapes of published models; GiB, within 5 %."""
 
 import json
 from collections.abc import Callable
@@ -165,7 +165,7 @@ def test_a_block_of_recomputed_layers_is_between_none_and_all(model: Callable[[s
 
 
 def test_stages_hold_the_whole_model_together(model: Callable[[str], ModelInfo]) -> None:
-    """Untied, without copies: what all ranks hold is the model."""
+    """Untied and without copies, the parts of all ranks add up to the model."""
     info = model("30B-A3B")
     layout = Layout(tp=2, pp=4, ep=4, dp=4)
     shard = ModelShard(info, layout)

@@ -1,4 +1,4 @@
-"""The card of a trained model: of the new model, as model hubs read it."""
+"""The model card of a trained model, in the form that model hubs read."""
 
 import getpass
 import json
@@ -236,7 +236,7 @@ def test_the_script_asks_what_the_first_held_out_row_asks(tmp_path: Path, row: d
 
 
 def test_the_script_of_other_data(tmp_path: Path) -> None:
-    """Tasks of a workflow have columns of their own; games have no rows, and a file may be gone."""
+    """Tasks of a workflow have arbitrary columns; games have no rows, and a file may be missing."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "How many?", "ground_truth": "3"}\n')
     words = ["workflow=simple_workflow", f"validation.data_args.file_name={rows}", "prompt_key=question"]

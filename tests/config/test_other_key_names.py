@@ -1,4 +1,4 @@
-"""Other names of keys: read as the key itself, former ones with a warning, and never beside it."""
+"""Other names of keys: accepted like the key, old names with a warning, never together with the key."""
 
 import re
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def compared(run: RunPlan) -> RunPlan:
 
 @pytest.fixture
 def changes(request: pytest.FixtureRequest, root: Path) -> dict[str, Any]:
-    """What the configuration needs before the key."""
+    """Return the overrides that the configuration needs in addition to the key."""
     _, _, needs = NAMES[request.param]
     rows = {"validation": {"data_args": {"file_name": [str(root / "train.jsonl")]}}, "rewards": {"math_rule": {}}}
     return deepcopy({**rows, **needs})

@@ -1,4 +1,4 @@
-"""A configuration started as another pipeline: one error names the right launcher."""
+"""A configuration started with the launcher of another pipeline: one error names the right launcher."""
 
 from pathlib import Path
 from typing import Any

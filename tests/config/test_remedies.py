@@ -1,4 +1,4 @@
-"""The alarms' advice names keys that have an effect in the run, and no others."""
+"""The advice of alarms names only keys that have an effect in the run."""
 
 import pytest
 

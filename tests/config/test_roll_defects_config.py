@@ -1,4 +1,4 @@
-"""Defects of ROLL that a configuration can cause, by the number they have in the issue; none may come back."""
+"""Defects of ROLL that a configuration can cause, by their numbers in the list of defects; none may occur here."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def test_defect_01_top_level_coefficient_counts(plan: Plan, values: dict[str, An
 
 
 def test_defect_02_teacher_with_only_model_args_is_one_teacher(plan: Plan, values: dict[str, Any], root: Path) -> None:
-    """Such a section is the single-teacher form; what it lacks is asked for under its own name."""
+    """Such a section is the single-teacher form; the error names a missing key by its place in this form."""
     model_args = values["teacher"]["model_args"]
     del model_args["dtype"]
     run = plan({"teacher": {"model_args": model_args, "device_mapping": "[2,3]"}})

@@ -1,4 +1,4 @@
-"""Configurations of Trinity-RFT: what is mapped, what means nothing, what is refused, and what nobody would write."""
+"""Configurations of Trinity-RFT: translated keys, ignored keys, refused keys, and unusual values."""
 
 import copy
 import json
@@ -149,7 +149,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without GPUs, whatever runs the tests."""
+    """Simulate a machine without GPUs, on any machine."""
     monkeypatch.setattr(hardware, "_gpu_mebibytes", list)
     monkeypatch.setattr(hardware, "devices", lambda: 2)
 
@@ -272,7 +272,7 @@ def test_a_reward_that_the_workflow_calls(plan: Planner, workflow: str, name: st
 
 
 def test_workflows_of_mathematics(plan: Planner, refusals: Any) -> None:
-    """What their arguments and rewards change there, they change here."""
+    """Their arguments and rewards have the same effect as in Trinity-RFT."""
     place = "buffer.explorer_input"
     boxed = {f"{place}.default_workflow_type": "math_boxed_workflow"}
     thinking = {f"{place}.taskset.workflow_args": {"with_think": True, "format_score_coef": 0.2}}
@@ -320,7 +320,7 @@ def test_models_that_workflows_ask(plan: Planner, root: Path) -> None:
 
 
 def test_an_auxiliary_model_samples_as_it_is_written(plan: Planner, root: Path) -> None:
-    """What it does not say is the student's, as there; lengths that say nothing more are listed."""
+    """Missing settings are the student's, as in Trinity-RFT; redundant lengths are listed."""
     judge = {"model_path": str(root / "teacher"), "max_prompt_tokens": 20, "max_response_tokens": 9, "temperature": 0.3}
     other = {"model_path": str(root / "teacher"), "max_model_len": 64, "max_prompt_tokens": 20, "top_p": 0.5}
     found, reported = plan(GRPO, {"explorer.auxiliary_models": [judge, other], "model.temperature": 0.8})
@@ -403,7 +403,7 @@ def test_training_by_megatron_there_is_spread_as_there(plan: Planner) -> None:
 @pytest.mark.parametrize("has_gpus", [False, True])
 @pytest.mark.parametrize("text", [GRPO, DISTIL, PPO, CHORD])
 def test_no_key_vanishes(text: str, has_gpus: bool) -> None:
-    """Whatever is written and not refused stands in the list, itself or in a section that does."""
+    """Each key that is not refused is in the list, either itself or with its section."""
     whole = yaml.safe_load(text.replace("{root}", "/root"))
     diag = Diagnostics()
     read = translated(whole, diag, Machine(8, has_gpus), lambda path, *_: [path], lambda files: 40)
@@ -574,7 +574,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("has_gpus", [False, True])
 @pytest.mark.parametrize("text", [GRPO, DISTIL, PPO, CHORD])
 def test_no_value_of_any_key_is_a_surprise(text: str, has_gpus: bool) -> None:
-    """Whatever stands at any place: it is read, or refused with a sentence."""
+    """Any value at any place is accepted, or refused with a message."""
     whole = yaml.safe_load(text.replace("{root}", "/root"))
     for *parents, last in places(whole):
         for junk in (3, -1, "x", [], {}, [1], {"a": 1}, True, float("nan"), float("inf")):

@@ -95,7 +95,7 @@ def test_stop_tokens_are_those_of_template_generation_and_arguments(
 
 @pytest.fixture
 def warned(plan: Callable[..., RunPlan], root: Path) -> Callable[..., list[str]]:
-    """Plan a run of a student with this template; return what is said of the ends of its turns."""
+    """Plan a run of a student with this template; return the messages about the ends of its turns."""
 
     def warned(template: str, rows: list[dict], eos: Any = (), changes: dict[str, Any] | None = None) -> list[str]:
         path = write_model(root / "student")

@@ -1,4 +1,4 @@
-"""Prompt files for the tests of the data room."""
+"""Prompt files for the tests in this directory."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows that bring their answers: every form they come in, what is wrong with some, and the tokens they become."""
+"""Rows with answers: all accepted forms, errors, and the resulting tokens."""
 
 import json
 from pathlib import Path

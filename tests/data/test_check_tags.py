@@ -1,4 +1,4 @@
-"""Every prompt has someone to score it, or the run is refused before it starts."""
+"""A run is refused before it starts if a prompt lacks a teacher or a reward that the run needs."""
 
 from pathlib import Path
 

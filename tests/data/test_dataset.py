@@ -1,4 +1,4 @@
-"""Templates and prompts: the tokens a model is given, which rows become prompts, and how they are read again."""
+"""Templates and prompts: the tokens of a prompt, the rows that become prompts, and repeated reading."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_a_template_gives_these_tokens(tokenizer: PreTrainedTokenizerBase, templ
 
 
 def test_the_tokenizers_own_template_tokenises_alike(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Text first and tokens later, many at once, gives what transformers gives in one step."""
+    """Rendering first and tokenizing many texts together gives the same tokens as transformers in one step."""
     rows = [conversation(("system", "what"), ("user", "2+2" * n)) for n in range(1, 5)]
     texts = [render_prompt(tokenizer, row) for row in rows]
     for row, tokens in zip(rows, tokenize(tokenizer, texts), strict=True):
@@ -135,7 +135,7 @@ def test_the_longest_prompt_allowed_is_kept(
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_prompts_are_read_in_any_order(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, suffix: str) -> None:
-    """Against reading everything: any numbers, repeated ones too, over files of which one gives nothing."""
+    """Compared with reading all prompts: any numbers, also repeated, over files of which one is empty."""
     files = []
     for name, count in (("a", 5), ("b", 1), ("c", 9)):
         rows = [{"id": f"{name}{n}", "prompt": "2" * (n + 1), "tag": name} for n in range(count)]
@@ -185,7 +185,7 @@ def test_repeated_against_a_set() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_file_of_60_mb_takes_little_memory(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, suffix: str) -> None:
-    """Most of the file is what prompts do not need, as with test cases: memory is that of a batch and the index."""
+    """Most of the file is not needed for prompts, such as test cases; only a batch and the index are in memory."""
     count, ballast = 10_000, "x" * 6000
     file = tmp_path / f"big.{suffix}"
     if suffix == "jsonl":

@@ -1,4 +1,4 @@
-"""Tasks of environments: every one of its own, in the shares that are asked for, and resumed exactly."""
+"""Tasks of environments: distinct tasks, in the configured fractions, resumed exactly."""
 
 from collections import Counter
 from types import SimpleNamespace

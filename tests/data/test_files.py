@@ -1,4 +1,4 @@
-"""Files are found by name, directory and pattern; first tags and the number of rows are those of the pass over all."""
+"""Files by name, directory and pattern; the first tags and the number of rows equal those of the pass over all rows."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A JSON array is the rows that `json.loads` finds in it, however it is cut into pieces; other files are named."""
+"""A JSON array has the same rows as with `json.loads`, in pieces of any size; other files are refused by name."""
 
 import gzip
 import json

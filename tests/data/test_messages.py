@@ -1,4 +1,4 @@
-"""Messages of files: every form of OpenAI's and its neighbours is read alike, or refused with where and why."""
+"""Messages in files: every form of OpenAI's format and similar formats is read, or refused with place and reason."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def called(function: Any, **message: Any) -> dict:
     ],
 )
 def test_every_form_is_one_message(message: dict, expected: dict) -> None:
-    """In a row and at the endpoint alike."""
+    """Both in a row and at the endpoint."""
     assert thaw(parse_messages([ASK, message])[1]) == expected
     body = json.dumps({"messages": [ASK, message]}).encode()
     assert read_request(body).messages == [ASK, expected]
@@ -83,7 +83,7 @@ def test_an_empty_assistant_message_is_bad_in_a_file() -> None:
 
 
 def test_parquet_gives_the_calls_and_tools_of_the_same_json(tmp_path: Path) -> None:
-    """Arrow makes one struct of all arguments and schemas, and fills what a row lacks with nulls."""
+    """Arrow merges all arguments and schemas into one struct, and fills missing keys of a row with nulls."""
     tools = [
         {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {key: kind}}}}
         for name, key, kind in (("add", "a", {"type": "integer"}), ("say", "text", {"type": "string", "enum": ["x"]}))

@@ -1,4 +1,4 @@
-"""Validation rows that are among the training rows, counted by a loop over the tokens of both."""
+"""Validation rows that are also training rows are counted; compared with a loop over the tokens of both."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def opened_as(tokenizer: Any) -> Callable[..., PromptSet]:
 
 
 def test_shared_prompts_are_counted(tmp_path: Path, opened_as: Callable[..., PromptSet]) -> None:
-    """Whatever id, tag, ground truth, order and place they have."""
+    """With any id, tag, ground truth, order and place."""
     train = write(tmp_path / "train.jsonl", *(_ask(number, id=f"t{number}") for number in range(40)))
     more = write(tmp_path / "more.jsonl", *(_ask(number) for number in range(100, 110)))
     rows = [_ask(number, id=f"v{number}", tag="held", ground_truth="3") for number in (203, 105, 39, 7, 207, 7)]
@@ -51,7 +51,7 @@ def test_one_file_for_both_is_one_warning(tmp_path: Path, opened_as: Callable[..
 
 
 def test_the_same_text_in_another_form(tmp_path: Path, opened_as: Callable[..., PromptSet]) -> None:
-    """What counts are the tokens that the model reads; another template's are others."""
+    """The tokens that the model reads are compared; another template gives other tokens."""
     plain = write(
         tmp_path / "plain.jsonl", {"prompt": "<|im_start|>user\nwhat is 1<|im_end|>\n<|im_start|>assistant\n"}
     )

@@ -1,4 +1,4 @@
-"""A Parquet file, of which a pass reads some columns, gives the prompts of the same rows in JSONL and in an array."""
+"""A Parquet file, of which only some columns are read, gives the same prompts as JSONL or a JSON array."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The prompt source: an endless sequence of permutations, from one or several streams, that resumes anywhere."""
+"""The prompt source: an endless sequence of permutations, from one or several streams, resumed at any position."""
 
 import json
 from collections import Counter

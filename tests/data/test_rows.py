@@ -1,4 +1,4 @@
-"""Rows: every form that is accepted, and every bad row counted, named, dropped or refused."""
+"""Rows: every accepted form; every bad row is counted, named, and dropped or refused."""
 
 import contextlib
 import copy
@@ -115,7 +115,7 @@ IN_MESSAGES = ("role", "content", "from", "value", "name")
 
 @pytest.mark.parametrize("schema", ["experience", "task", "sft", "dpo"])
 def test_no_value_of_a_column_is_an_error(schema: str) -> None:
-    """Each gives a row or a bad one, whatever else the row has, also where every key names its column."""
+    """Each value gives a row or a bad row, whatever the other columns, also if keys name all columns."""
     speaker = {"from": "human", "value": "1+1="}
     answers = {"output": "2", "chosen": "2", "rejected": "3"}
     bases = [{}, {"prompt": "1+1="}, {"messages": CHAT}, {"instruction": "1+1="}, {"conversations": [speaker]}]
@@ -274,7 +274,7 @@ SPOKEN = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
     ids=["prompt as messages", "answered", "ShareGPT", "as text", "roles", "in messages"],
 )
 def test_every_form_of_a_question_is_the_same_row(row: dict) -> None:
-    """The assistant's last turn is an answer: what a run that samples asks for, and does not read."""
+    """The assistant's last turn is an answer, which a run with a rollout does not read."""
     assert parse_row(row, "0").messages == (ASK,)
     assert parse_row(row, "0").extra == {}
 

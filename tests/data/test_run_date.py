@@ -1,4 +1,4 @@
-"""The start date of a run in chat templates: past midnight, in other processes, in copies of the tokenizer."""
+"""The start date of a run in chat templates: after midnight, in other processes, in copies of the tokenizer."""
 
 import copy
 import os
@@ -50,7 +50,7 @@ def model(tokenizer_dir: Path, tmp_path: Path) -> Callable[[str | dict], str]:
 
 @pytest.fixture
 def another_day(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The clock that chat templates would read says another year."""
+    """Set the clock that chat templates would read to another year."""
 
     class Later(datetime):
         @classmethod

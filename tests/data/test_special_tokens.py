@@ -1,4 +1,4 @@
-"""Special tokens around a text, for tokenizers of several families, against lists written by hand."""
+"""Special tokens around a text, for several families of tokenizers, against lists written by hand."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Teacher files: written and read with the same bits; formats of other projects; every inconsistency names its row."""
+"""Teacher files: reading returns the written bits; formats of other projects; errors name the row."""
 
 import math
 from dataclasses import replace
@@ -269,7 +269,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 
 
 def packed(name: str, seed: int) -> tuple[list[int], list[int], list[int], list[float]]:
-    """Bytes of log-probs and ids of one position, and what they mean, number by number from the published form."""
+    """Return the bytes of log-probs and ids of one position, and their values, decoded number by number."""
     numbers, rng = PACKINGS[name], np.random.default_rng(seed)
     exact, rest = numbers["exact_k"], numbers["k"] - numbers["exact_k"]
     content, values = b"", []

@@ -1,4 +1,4 @@
-"""Parts that a chat template drops are found; moved, trimmed or escaped parts are accepted."""
+"""Parts that a chat template drops are detected; moved, trimmed or escaped parts are accepted."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Actions out of responses: any text at all, patterns with a thought, and what an invalid action costs."""
+"""Actions in responses: arbitrary text, patterns with a thought, and the penalty of an invalid action."""
 
 import time
 from typing import Any

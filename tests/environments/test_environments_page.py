@@ -1,4 +1,4 @@
-"""docs/environments.md: its file is an environment, its configurations can be made, and no name is left out."""
+"""docs/environments.md: its file is an environment, its configurations are valid, and it has all names."""
 
 import inspect
 import re

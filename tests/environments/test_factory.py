@@ -1,4 +1,4 @@
-"""Environments by their names: registered, dotted, ROLL's, GEM's, gymnasium's; and arguments that they do not take."""
+"""Environments by name: registered, dotted path, ROLL's, GEM's, gymnasium's; and unknown arguments."""
 
 import json
 import re
@@ -156,7 +156,7 @@ SYMBOLS = {0: "W", 1: ".", 2: "G", 3: "C", 4: "B", 5: "A", 6: "@"}
     ],
 )
 def test_the_arguments_of_rolls_files(name: str, config: dict[str, Any]) -> None:
-    """As they stand in its examples/config/traj_envs.yaml, in a plan (frozen) and from JSON (keys as texts), too."""
+    """As in its examples/config/traj_envs.yaml; also frozen as in a plan, and with text keys as from JSON."""
     for given in (config, freeze(config), json.loads(json.dumps(config))):
         assert check(name, given) == []
         assert make(name, **given).reset(seed=1) == make(name, **config).reset(seed=1)

@@ -1,4 +1,4 @@
-"""The built-in games: solvable and the same for a seed in any process, solved by their own solutions, rewards."""
+"""The built-in games: solvable, equal for equal seeds in any process, solved by their solutions, rewards."""
 
 import hashlib
 import os
@@ -51,7 +51,7 @@ def test_each_of_1000_seeds_is_solved_by_its_solution(name: str) -> None:
 
 
 def seen(name: str, config: dict[str, Any]) -> str:
-    """A digest of what 30 seeds show, first and after a solution."""
+    """Return a digest of the observations of 30 seeds, at the start and after a solution."""
     env, texts = make(name, **config), []
     for seed in range(30):
         texts += [*env.reset(seed=seed)[0], *(str(step) for step in played(env, env.solve()))]
@@ -204,7 +204,7 @@ def test_a_room_is_no_further_from_solved_than_asked() -> None:
 
 
 def naive(rows: list[str], action: str) -> tuple[list[str], float]:
-    """One move on the picture, and its reward by gym-sokoban's rules; written apart from the game."""
+    """Return the map after a move, and the reward by gym-sokoban's rules; shares no code with the game."""
     cells = {(r, c): mark for r, row in enumerate(rows) for c, mark in enumerate(row)}
     targets = {cell for cell, mark in cells.items() if mark in "O√S"}
     boxes = {cell for cell, mark in cells.items() if mark in "X√"}

@@ -1,4 +1,4 @@
-"""Gymnasium's own games, played through the adapter and beside it. Skipped where the package is not installed."""
+"""Gymnasium's games, played with the adapter and without it. Skipped if the package is not installed."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Environments behind HTTP: a real server on loopback, and one that goes wrong in every way that a network does."""
+"""Environments behind HTTP: a real server on the loopback interface, and a server with all faults of a network."""
 
 import contextlib
 import json

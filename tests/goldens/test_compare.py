@@ -1,4 +1,4 @@
-"""A comparison of golden records finds every changed leaf, names it, and follows a table of new names."""
+"""The comparison of golden records finds every changed leaf, names it, and follows a table of renamed leaves."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The golden runs of this tree end with the bits on record, where there is a record of this class of machine."""
+"""The golden runs reproduce the recorded bits, if there is a record for this class of machine."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3 models on disk, their Hugging Face log-probs, and a loop to run engines on."""
+"""Tiny random Qwen3 models on disk, their Hugging Face log-probs, and an event loop for engines."""
 
 import asyncio
 import tempfile
@@ -85,7 +85,7 @@ def make_hybrid(seed: int) -> Qwen3_5ForCausalLM:
 
 
 def make_gpt_oss(seed: int) -> GptOssForCausalLM:
-    """A gpt-oss whose window is shorter than the test's sequences."""
+    """Make a gpt-oss model with a window that is shorter than the test's sequences."""
     torch.manual_seed(seed)
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     config = GptOssConfig(

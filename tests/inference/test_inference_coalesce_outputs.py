@@ -1,4 +1,4 @@
-"""Outputs that wait in the engine core until their request ends: nothing is lost, nothing comes twice.
+"""Outputs are held in the engine core until their request ends: none is lost or sent twice.
 
 Tests import vLLM themselves: that takes seconds in each process that collects this file.
 """
@@ -37,7 +37,7 @@ def output(name: str, token: int, last: bool = False) -> Any:
 
 
 class Steps:
-    """A scheduler whose steps are written down: what it would send after each, to client 0."""
+    """A scheduler with given steps: its outputs for client 0 after each step."""
 
     def __init__(self, **kinds: str) -> None:
         self.requests = {name: SimpleNamespace(sampling_params=params_of(kind)) for name, kind in kinds.items()}

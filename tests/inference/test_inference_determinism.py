@@ -1,4 +1,4 @@
-"""Deterministic mode: the same bits from a repeated batch, whatever else was asked before and however slowly."""
+"""Deterministic mode: a repeated batch gives the same bits, whatever the earlier requests and their timing."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sampling and scoring against Hugging Face, weights that change, and requests that overlap."""
+"""Sampling and scoring against Hugging Face, weight updates, and overlapping requests."""
 
 import asyncio
 import itertools

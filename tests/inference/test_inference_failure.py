@@ -1,4 +1,4 @@
-"""An engine that does not start says why: the reason of the process that failed, and not that one has."""
+"""The error of an engine that cannot start has the reason of the failed process."""
 
 import logging
 import os

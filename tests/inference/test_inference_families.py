@@ -1,4 +1,4 @@
-"""Families beyond Llama's on CPUs: log-probs are Hugging Face's, before and after new weights."""
+"""Families other than Llama on CPUs: log-probs equal Hugging Face's, before and after a weight update."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""gpt-oss on CPUs: log-probs are Hugging Face's, before and after new weights, on one rank and on two."""
+"""gpt-oss on CPUs, on one rank and on two: log-probs equal Hugging Face's, before and after a weight update."""
 
 from pathlib import Path
 

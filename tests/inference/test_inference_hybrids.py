@@ -1,4 +1,4 @@
-"""Gated DeltaNet on CPUs: log-probs of Qwen3.5 differ from the exact ones by the rounding of bf16."""
+"""Gated DeltaNet on CPUs: log-probs of Qwen3.5 are exact except for the rounding of bf16."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Latent attention on CPUs: DeepSeek-V3's log-probs and routes are Hugging Face's, before and after new weights."""
+"""Latent attention on CPUs: log-probs and routes of DeepSeek-V3 equal Hugging Face's, also after a weight update."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from roll_opd.inference.engine_arguments import resolve_engine_args
 
 
 def test_cpus_with_amx_compute_it_as_others_do(tmp_path: Path) -> None:
-    """What vLLM has for them is for bf16 alone, and dies of f32 weights."""
+    """vLLM's kernel for these CPUs supports only bf16, and ends the process for f32 weights."""
     model = ModelPlan(str(save_model(make_latent(seed=0), tmp_path)), "fp32")
     same: dict[str, Any] = {"max_model_len": 32, "seed": 3, "tensor_parallel_size": 1}
     assert resolve_engine_args(model, on_cpu=True, engine_args={}, **same)["attention_backend"] == "CPU_MLA"

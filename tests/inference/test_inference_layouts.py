@@ -1,4 +1,4 @@
-"""Tensor parallelism, tied embeddings, experts: every worker maps the same memory, and no stale copy stays."""
+"""Tensor parallelism, tied embeddings, experts: workers map the same memory, and no copy of weights is stale."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Updates that go wrong are noticed inside the engine core, and the engine then refuses to work."""
+"""The engine core detects incomplete updates, and then refuses to sample."""
 
 import time
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def test_weights_sent_twice_fail_the_update(engine: Running) -> None:
 
 
 def test_weights_changed_in_transfer_fail_the_update(engine: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fingerprint is taken of the source; here memory says something else afterwards."""
+    """The fingerprint is computed from the source; here the memory is changed afterwards."""
     honest = weight_bucket.fingerprint
 
     def taken_before_a_bit_flips(tensor: torch.Tensor, dtype: torch.dtype) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""SIGKILL of a process leaves none of its children behind; of a whole run: tests/pipelines/test_rewarded_runs.py."""
+"""SIGKILL of a process ends its children; for complete runs see tests/pipelines/test_rewarded_runs.py."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Routes from the engine core are those of Hugging Face's model, for prompts found in the prefix cache, too."""
+"""Routes from the engine core equal those of Hugging Face's model, also for prompts in the prefix cache."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Weight updates while requests run: versions of tokens, the contract of an interrupted answer, and no stale cache."""
+"""Weight updates during requests: versions of tokens, interrupted answers, and no stale cache."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""What a user may and may not pass to vLLM, and the plugin that vLLM loads in every process."""
+"""Engine arguments that a user may set, and the plugin that vLLM loads in every process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a killed process had in shared memory is unlinked before its parent is killed as well."""
+"""Shared memory of a killed process is unlinked before its parent is killed."""
 
 import subprocess
 import sys

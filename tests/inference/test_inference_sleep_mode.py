@@ -1,6 +1,6 @@
-"""An engine whose memory is another's: no answers, no weights taken in at the wrong moment, and none lost.
+"""A sleeping engine: it refuses requests, accepts weights only at the right time, and loses none.
 
-What vLLM's sleep mode frees is on GPUs; the order of calls, and what is refused, are the same here.
+vLLM's sleep mode frees memory only on GPUs, but the order of calls and the refusals are the same on CPUs.
 """
 
 import itertools

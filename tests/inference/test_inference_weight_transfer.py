@@ -1,4 +1,4 @@
-"""Our weight-transfer backends match the interface of the installed vLLM; a renamed method there fails here.
+"""Our weight-transfer backends match the interface of the installed vLLM, so renamed methods are found.
 
 Tests import vLLM themselves: that takes seconds in each process that collects this file.
 """

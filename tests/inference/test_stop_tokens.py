@@ -1,4 +1,4 @@
-"""Stop strings that are special tokens: no decoded text shows them, so the engine stops at their ids."""
+"""Stop strings that are special tokens: decoded text does not have them, so the engine stops at their ids."""
 
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast

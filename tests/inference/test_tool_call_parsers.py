@@ -1,4 +1,4 @@
-"""Parsers of tool calls that are vLLM's."""
+"""vLLM's parsers of tool calls."""
 
 import json
 import time

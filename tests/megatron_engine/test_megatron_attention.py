@@ -1,4 +1,4 @@
-"""Attention over packs in which sequences hold a prefix in common, against plain attention over each sequence."""
+"""Attention over packs whose sequences share a prefix, against plain attention over each sequence."""
 
 from megatron_answers import Answers
 from megatron_jobs.layers import WINDOWS

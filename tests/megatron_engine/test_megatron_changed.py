@@ -1,4 +1,4 @@
-"""Resumed with other settings of the optimizer: moments and counts go on, each setting is that of the new plan.
+"""Resumed with changed optimizer settings: moments and counts continue, and all settings are those of the new plan.
 
 The naive side changes every setting of torch's AdamW, of the schedule and of the clipping after the same updates.
 """

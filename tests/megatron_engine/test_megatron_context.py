@@ -1,4 +1,4 @@
-"""How a pack is cut over context ranks: every token is on one rank, and every scored one is predicted on one."""
+"""Packs split over context ranks: each token is on one rank, and each scored token is predicted on one rank."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ MULTIPLE = 8
 
 
 def samples(seed: int) -> list[Sample]:
-    """Some of which have their prompt in common; of each kind of length, with a column that numbers the tokens."""
+    """Return samples, some with a shared prompt, of each kind of length, with a column that numbers the tokens."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 99, size) for size in (1, 5, 40)]
     lengths = [0, 1, *rng.integers(2, 60, 8).tolist()]

@@ -1,4 +1,4 @@
-"""The gated delta rule and its convolution against a recurrence token by token in f64, and transformers' own."""
+"""The gated delta rule and its convolution against a recurrence per token in f64, and against transformers."""
 
 import itertools
 

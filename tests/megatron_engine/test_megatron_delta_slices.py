@@ -1,4 +1,4 @@
-"""Slicings of Gated DeltaNet and gated attention: shares of the heads in their places, and exact joining."""
+"""Slices of Gated DeltaNet and gated attention: positions of the heads, and exact joining."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`full` and `topk` through the engine, against whole distributions of Hugging Face's models and autograd."""
+"""`full` and `topk` in the engine, against complete distributions of Hugging Face's models and autograd."""
 
 import megatron_layouts as layouts
 import megatron_models as models

@@ -97,9 +97,9 @@ def test_resumed_equals_uninterrupted(answers: Answers, model: str, saved: str, 
     ("layout", "name"), [(layout, name) for layout, (names, _) in routers.ROUTER_LAYOUTS.items() for name in names]
 )
 def test_losses_of_routers_are_means_over_all_tokens(answers: Answers, layout: str, name: str) -> None:
-    """Whatever ranks and micro-batches a batch is split over; padding does not count.
+    """For any split into ranks and micro-batches; padding does not count.
 
-    What is balanced is a micro-batch, so that of its loss there is a mean over micro-batches.
+    The balancing loss is defined per micro-batch, so its mean over micro-batches is compared.
     """
     path, samples = layouts.model_path(answers.root, layouts.EXPERT_MODELS[0]), data.train_samples(3, "opd")
     units, limits = (

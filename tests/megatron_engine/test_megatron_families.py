@@ -1,4 +1,4 @@
-"""Families with other layers than Llama's: log-probs, export and training against Hugging Face, in every layout."""
+"""Families with other layers than Llama: log-probs, export and training against Hugging Face, in every layout."""
 
 from collections.abc import Callable
 from functools import cache

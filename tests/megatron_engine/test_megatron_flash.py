@@ -1,4 +1,4 @@
-"""Flash attention over packs as they lie, with a plain kernel in its place, against attention over each sequence."""
+"""Flash attention over packs without padding, with a plain kernel in its place, against attention per sequence."""
 
 import itertools
 import math

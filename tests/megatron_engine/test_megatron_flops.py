@@ -1,4 +1,4 @@
-"""FLOPs of a forward pass from config.json, against torch's count over Hugging Face's models and against loops."""
+"""FLOPs of a forward pass, computed from config.json, against torch's counter on Hugging Face's models and loops."""
 
 from pathlib import Path
 from typing import Any

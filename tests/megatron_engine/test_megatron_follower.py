@@ -1,7 +1,7 @@
-"""Weights that follow a student's, in every layout: against the formula, tensor by tensor, and Hugging Face's scores.
+"""Weights that follow a student, in every layout: against the formula, per tensor, and Hugging Face's scores.
 
-That a model which follows its own weights stays what it is, and that a resumed one goes on to the bit, the workers
-check themselves, on all ranks.
+The workers themselves check on all ranks that a model which follows its own weights does not change, and that a resumed
+model continues with the same bits.
 """
 
 import megatron_data as data

@@ -1,4 +1,4 @@
-"""What stands in for Apex around the weights' gradients, as far as a CPU can run it."""
+"""The replacement of Apex for weight gradients, as far as it runs on a CPU."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What is chosen on GPUs, as far as that can be seen without one; docs/gpu.md says what cannot."""
+"""Choices for GPUs that can be tested without a GPU; docs/gpu.md lists the others."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Importing the package changes nothing in torch: only a process that runs Megatron on a CPU is patched."""
+"""Importing the package does not change torch: only a process that runs Megatron on a CPU is patched."""
 
 import json
 import subprocess

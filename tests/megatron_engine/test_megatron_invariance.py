@@ -1,4 +1,4 @@
-"""Every loss and its gradient are the same however a batch is split, packed and spread over ranks."""
+"""Every loss and its gradient are independent of how a batch is split, packed and distributed over ranks."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_loss_and_gradient_of_experts_do_not_depend_on_split_and_layout(
 
 @pytest.mark.parametrize("name", [name for name in options.OPTIONS if not name.startswith("none")])
 def test_options_of_memory_stages_and_kernels_change_neither(answers: Answers, name: str) -> None:
-    """Layers computed again, stages of unequal sizes, what needs a GPU: against one rank without any of it."""
+    """Recomputed layers, stages of unequal sizes, options for GPUs: against one rank without these options."""
     plain = answers.arrays("options-none" if options.OPTIONS[name][0] == "deep" else "options-none_experts")
     found = answers.arrays(f"options-{name}")
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)

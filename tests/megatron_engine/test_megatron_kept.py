@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction, as in DeepSeek-V3 and GLM-4.5: export writes the bytes that the model has."""
+"""Layers of multi-token prediction, as in DeepSeek-V3 and GLM-4.5: export writes the bytes of the original model."""
 
 from pathlib import Path
 

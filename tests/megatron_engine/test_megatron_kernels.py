@@ -1,4 +1,4 @@
-"""The Triton kernels: `megatron_kernels.py` in a process in which Triton interprets, as it decides at its import."""
+"""The Triton kernels: runs `megatron_kernels.py` in a process with Triton's interpreter, which is set at import."""
 
 import os
 import subprocess

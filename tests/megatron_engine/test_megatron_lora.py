@@ -1,4 +1,4 @@
-"""LoRA in every layout: against peft on Hugging Face's model, and layouts against each other."""
+"""LoRA in every layout: against peft on Hugging Face's model, and layouts compared with each other."""
 
 import math
 from typing import Any
@@ -34,7 +34,7 @@ def beginning(answers: Answers, layout: str) -> Any:
 
 @pytest.fixture(scope="module")
 def naive(answers: Answers) -> Trained:
-    """Of each kind of adapter: what peft and torch make of the same updates."""
+    """For each kind of adapter, the result of the same updates with peft and torch."""
     return {
         kind: reference.naive_lora_training(base(answers, kind), answers.root / "models" / f"adapter-{len(targets)}")
         for kind, targets in lora.LORA_TARGETS.items()

@@ -1,4 +1,4 @@
-"""What the plan says of a rank's memory, against the bytes that it holds after an update."""
+"""The planned memory of a rank against its allocated bytes after an update."""
 
 import megatron_layouts as layouts
 import pytest
@@ -18,7 +18,7 @@ PIECE = 8192  # bytes by which Megatron pads gradients, a bucket
 
 
 def varied(job: str) -> tuple:
-    """What other tests, which have jobs of this kind done, cover."""
+    """The cases that tests with jobs of this kind cover."""
     settings = ASSEMBLED[job]
     varied = (settings.get(key) for key in ("model", "distributed", "tokens", "targets"))
     return (*layouts.axes(settings["layout"]), *varied)
@@ -56,7 +56,7 @@ def test_loading_takes_little_more_than_the_ranks_own_part(answers: Answers, mod
 
 @pytest.mark.parametrize("process", range(4))
 def test_groups_share_one_thread_for_connections_that_lets_others_go_first(answers: Answers, process: int) -> None:
-    """After all jobs, each of which had groups of its own."""
+    """After all jobs, each with separate groups."""
     assert answers.values(f"priorities-{process}") == [10]
 
 

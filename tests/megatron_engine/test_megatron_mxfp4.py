@@ -1,4 +1,4 @@
-"""Experts in MXFP4, read in bf16, against a reader that goes from bit to bit, and transformers' own."""
+"""Experts in MXFP4, read in bf16, against a reader of single bits, and against transformers."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What lies off the mask of an update reaches neither its loss, nor its gradient, nor what it reports."""
+"""Values outside the mask of an update affect neither its loss, nor its gradient, nor its metrics."""
 
 import math
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def test_nothing_off_the_mask_is_read(loss: str, wild: float) -> None:
 
 
 def test_a_discount_reads_the_action_tokens_alone() -> None:
-    """Filtered ones among them: they are left out of the loss, not of what comes after a token."""
+    """Including filtered tokens, which are left out of the loss but count as later tokens."""
     objective = ObjectivePlan(policy_loss="vanilla", opd_kl_discount=0.5)
     arrays, new = columns(5), -torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(6))
     wanted = update(arrays, objective, new)

@@ -1,4 +1,4 @@
-"""Routes of an inference engine, replayed in every layout: against Hugging Face with the same experts forced on it."""
+"""Replayed routes of an inference engine, in every layout: against Hugging Face with the same experts."""
 
 from functools import cache
 from typing import Any
@@ -28,7 +28,7 @@ def naive(answers: Answers) -> Any:
 @pytest.mark.parametrize(("model", "layout"), CASES)
 @pytest.mark.parametrize("kind", ["pack", "shared"])
 def test_logprobs_follow_the_routes(answers: Answers, model: str, layout: str, kind: str) -> None:
-    """One of the sequences, which shares nothing, has none and goes where its own routers say."""
+    """One sequence, which shares no prefix, has no routes, so its routers choose."""
     network = models.load(layouts.model_path(answers.root, model))
     found = answers.arrays(f"replay-{model}-{layout}-{kind}")
     apart = []

@@ -1,4 +1,4 @@
-"""Rotary embeddings of packs: megatron-core's bits, and its gradient's."""
+"""Rotary embeddings of packs: same bits as megatron-core, also of the gradient."""
 
 from megatron_answers import Answers
 from megatron_jobs.layers import ROTATED

@@ -1,4 +1,4 @@
-"""`roll-opd score` through its command line: equal to Hugging Face, and refusing what it cannot do."""
+"""`roll-opd score` on the command line: scores equal Hugging Face's, and unsupported cases are refused."""
 
 import importlib
 import json
@@ -67,7 +67,7 @@ def test_scores_equal_hugging_face(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_teacher_file_has_hugging_faces_topk(tmp_path: Path) -> None:
-    """Over two ranks, of token rows; and of rows with answers, whose tokens are those of SFT."""
+    """On two ranks: for token rows, and for rows with answers, which have the same tokens as in SFT."""
     sequences = data.demo_sequences()
     rows: list[Any] = [
         {"id": number, "tokens": tokens.tolist(), "prompt_length": prompt}
@@ -171,7 +171,7 @@ BAD_OPTIONS = [
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
-    """Run the command in this process where starting any other is an error; return what it printed."""
+    """Run the command in this process, in which starting another process is an error; return its output."""
 
     def never(*arguments: Any, **_: Any) -> None:
         raise AssertionError(f"started {arguments}")

@@ -1,4 +1,4 @@
-"""What a data-parallel rank makes of its share of a mini-batch is, bit for bit, what it would make of the whole."""
+"""The results of a data-parallel rank for its shard of a mini-batch have the same bits as for the full mini-batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A top-k and its tail where the tail is far below what f32 can subtract from 1: against everything in f64."""
+"""A top-k and the probability of all other tokens, if it is too small for a subtraction in f32: against f64."""
 
 import math
 from collections.abc import Iterator
@@ -98,7 +98,7 @@ def test_value_and_gradient_at_every_tail(group: dist.ProcessGroup, name: str, s
 
 
 def test_the_cases_that_once_had_no_gradient(group: dist.ProcessGroup) -> None:
-    """A sure student that is wrong is pulled, and a teacher's tail of 1e-10 counts as what it is."""
+    """A confident student that is wrong has a gradient, and a teacher's tail of 1e-10 has its exact weight."""
     vocab = VocabShard(torch.eye(PADDED), 1.0, VOCABULARY, group)
     student, teacher = (hidden_of([tail], seed=4, turn=3) for tail in (8e-8, 0.3))
     ids, _ = vocab_parallel_topk(student, vocab, K)

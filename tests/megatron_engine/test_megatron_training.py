@@ -41,7 +41,7 @@ def start(answers: Answers, model: str) -> Weights:
 
 
 def assert_close(actual: Weights, wanted: Weights, before: Weights, relative: float = 1e-5) -> None:
-    """Equal within `relative` of each tensor's scale, and (stricter) as updates: what was added to the weights."""
+    """Compare within `relative` of each tensor's scale, and (stricter) compare the changes of the weights."""
     assert actual.keys() == wanted.keys()
     for name, tensor in wanted.items():
         distance = (actual[name] - tensor).abs().max()
@@ -148,7 +148,7 @@ def test_resumed_equals_uninterrupted(
 
 @pytest.mark.parametrize("layout", poison.POISON)
 def test_update_that_is_not_finite_is_skipped(answers: Answers, layout: str) -> None:
-    """Weights and optimizer stay as they were, on every rank, and the next update is as if nothing had happened."""
+    """Weights and optimizer are unchanged on every rank, and the next update is not affected."""
     ranks = records(answers, f"poison-{layout}")
     assert len(ranks) == 2
     for facts in ranks:
@@ -162,7 +162,7 @@ def test_update_that_is_not_finite_is_skipped(answers: Answers, layout: str) -> 
 
 @pytest.mark.parametrize("layout", tiered(training.HALF_LAYOUTS, training.HALF_PUSHED))
 def test_bf16_with_master_weights_follows_f32(answers: Answers, naive: Any, layout: str) -> None:
-    """Bounds of bf16: its 8 bits of precision, and what they make of sums."""
+    """The bounds follow from the 8 bits of precision of bf16 and their effect on sums."""
     wanted, final = naive("deep")
     for record, plain in zip(records(answers, f"half-{layout}"), wanted, strict=True):
         assert record["weighted_loss"] == pytest.approx(plain["loss"], abs=2e-3)

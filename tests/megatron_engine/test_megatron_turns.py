@@ -1,4 +1,4 @@
-"""Trainers whose memory is given back and taken back between all that they do learn what others learn, to the bit."""
+"""Trainers that offload their memory between all calls learn the same bits as other trainers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PARAMS = tiered(JOBS, cover(JOBS, of=lambda job: (job["op"], job.get("dtype"))))
 
 @pytest.mark.parametrize("job", PARAMS, ids=lambda job: job["name"])
 def test_what_is_learned_is_the_same_bit_for_bit(answers: Answers, job: dict) -> None:
-    """Weights, losses and gradient norms; what every order of phases leaves is held in the workers themselves."""
+    """Weights, losses and gradient norms; the workers themselves check the memory after every order of phases."""
     name, other = job["name"], job["as"]
     assert answers.values(f"{name}") == answers.values(f"{other}")
     found, wanted = answers.weights(name), answers.weights(other)

@@ -27,7 +27,7 @@ def test_a_scored_token_outside_the_softmax_is_refused() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
 def test_values_and_gradients(answers: Answers, layout: str, temperature: float) -> None:
-    """For chunks of one row, of an odd number and of all rows; what pads the vocabulary takes no part."""
+    """For chunks of one row, of an odd number and of all rows; padding of the vocabulary has no effect."""
     found = answers.arrays(f"vocab-{layout}")
     hidden, weight, targets, incoming = vocabulary.vocab_inputs(
         vocabulary.VOCAB_ROWS, vocabulary.VOCAB_WIDTH, layouts.VOCABULARY

@@ -1,4 +1,4 @@
-"""Hugging Face's tensors in Megatron's parameters: against a loop over heads and rows, and there and back again."""
+"""Hugging Face's tensors in Megatron's parameters: against a loop over heads and rows, and converted back."""
 
 from dataclasses import replace
 

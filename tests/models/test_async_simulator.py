@@ -1,4 +1,4 @@
-"""The simulator against the laws of its schedule: rooflines, queueing, ages, and lengths of the trained groups."""
+"""The simulator of schedules against known laws: rooflines, queueing, ages, and lengths of trained groups."""
 
 import random
 from itertools import pairwise

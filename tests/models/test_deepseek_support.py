@@ -1,4 +1,4 @@
-"""What a DeepSeek model may be, and what the plan knows of its sizes; everything else is refused by a sentence."""
+"""Supported DeepSeek models, and the sizes in their plans; other models are refused with an error."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The dtype in an exported config.json, which is what transformers then loads."""
+"""The dtype in an exported config.json, with which transformers then loads the model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hints of lost layers: none in whole releases, some in shortened ones."""
+"""Hints about lost layers: none for complete releases, some for shortened releases."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Lines that tests execute: a function that moved is compared with itself."""
+"""Lines that tests execute: a function that moved to another file is compared with itself."""
 
 from lines import Functions, fewer, share
 

@@ -1,4 +1,4 @@
-"""Wrong formulas in losses, advantages, masks, divergences and KL estimators: each makes a test fail."""
+"""Wrong formulas in losses, advantages, masks, divergences and KL estimators: each of them fails a test."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Two records of plans: what differs counts, what was only rewritten does not."""
+"""Comparison of two records of plans: different values count, different texts do not."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""How many files a reader meets who follows one step of pure distillation, in all of its processes."""
+"""The number of files that one step of pure distillation executes, over all of its processes."""
 
 import json
 

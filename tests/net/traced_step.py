@@ -2,9 +2,9 @@
 
     python tests/net/traced_step.py [FILE]
 
-prints the list and writes it to FILE; that of the last review is `traced_step.json`. The demo runs as a user starts
-it; between two steps a flag goes up for all its processes, and comes down two steps later, so that what is noted is at
-least one whole step and no start or end. A file counts where one of its functions is entered.
+prints the list and writes it to FILE; `traced_step.json` is the list of the last review. The demo runs as a user starts
+it. A flag is set for all its processes between two steps and cleared two steps later, so the list covers at least one
+complete step, without start and end. A file counts if one of its functions is called.
 """
 
 import json
@@ -76,7 +76,7 @@ def _steps(root: Path) -> int:
 
 
 def _name(process: int, driver: int) -> str:
-    """Return what a process is: the driver, an actor of Ray's by its class, a program by its module."""
+    """Return the name of a process: the driver, the class of a Ray actor, or the module of a program."""
     if process == driver:
         return "driver"
     try:

@@ -1,4 +1,4 @@
-"""Teachers with other tokenizers in the loss: against loops over chunks; to the bit where both cuts are the same."""
+"""The loss with teachers that have other tokenizers, against loops over chunks; same bits for equal tokens."""
 
 from collections.abc import Sequence
 from typing import get_args

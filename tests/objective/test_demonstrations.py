@@ -1,4 +1,4 @@
-"""Demonstrations among the student's samples of a step: in every update alike, and outside of what is measured."""
+"""Demonstrations among the student's samples: equally many in every update, and excluded from the metrics."""
 
 from dataclasses import replace
 

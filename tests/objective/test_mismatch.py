@@ -1,4 +1,4 @@
-"""The mismatch of a step is that of its action tokens, of the samples that the training engine has scored."""
+"""The mismatch of a step is computed over its action tokens, in samples that the training engine has scored."""
 
 import math
 from dataclasses import replace
@@ -173,7 +173,7 @@ def test_corrected_samples_and_their_loss(plan: CorrectionPlan) -> None:
 
 
 def test_the_corrections_do_something() -> None:
-    """Guards the test above: every rule of it leaves some tokens out or weighs them, and not all of them alike."""
+    """Guards the test above: each of its rules masks or weights some tokens, and not all of them equally."""
     for plan in CORRECTIONS:
         found = corrected(sampled(3), [OPD], ObjectivePlan(correction=plan))
         kept = np.concatenate([e.loss_mask[e.action_mask] for e in found])

@@ -1,4 +1,4 @@
-"""Rows with answers become samples like any other: the loss reads every token of an answer, and no advantage."""
+"""Rows with answers become samples: the loss reads every token of an answer, and no advantages."""
 
 import numpy as np
 import pytest

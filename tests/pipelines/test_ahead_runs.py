@@ -1,4 +1,4 @@
-"""Whole runs whose generation runs ahead of training: ages within the bound, and each prompt once through a kill."""
+"""Runs with generation ahead of training: ages are within the bound; each prompt is trained once, despite kills."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def check_ages(run: Run, bound: int) -> None:
 
 @pytest.mark.parametrize("mode", ["continue", "restart"])
 def test_a_killed_run_trains_each_prompt_once(tmp_path: Path, mode: str) -> None:
-    """It draws those again whose answers were in flight, and none that are trained."""
+    """It draws the prompts with unfinished answers again, and no trained prompts."""
     settings = (*AHEAD, f"max_steps={STEPS}", "async_generation_ratio=1", f"on_weight_update={mode}")
 
     def has_saved() -> bool:

@@ -1,4 +1,4 @@
-"""A run resumed with changed settings: its training, output, checkpoint and card; and its loading script."""
+"""A run resumed with changed settings: its training, output, checkpoint, model card and loading script."""
 
 import json
 import subprocess
@@ -70,7 +70,7 @@ def test_unchanged_settings_go_on_to_the_bit(whole: Run, tmp_path: Path) -> None
 @pytest.mark.nightly
 @pytest.mark.parametrize("of", ["console", "card"])
 def test_the_snippet_runs_as_a_script(whole: Run, tmp_path: Path, of: str) -> None:
-    """As it is printed, and as it is in the card beside the model; on whatever this machine has."""
+    """As printed, and as in the model card; on any machine."""
     model = whole.path / "checkpoints/step_4/hf"
     text = whole.output if of == "console" else (model / "README.md").read_text().partition("```python")[2]
     code = text[text.index("model_dir = ") :].partition("```")[0]

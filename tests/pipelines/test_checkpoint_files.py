@@ -1,4 +1,4 @@
-"""A checkpoint counts only where every file that any rank has written is seen by the driver."""
+"""A checkpoint is valid only if the driver sees every file that the ranks have written."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When a directory of files counts as a checkpoint."""
+"""When a directory of files is a checkpoint."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from roll_opd.tracking.run_directory import RunDirectory
 
 
 class Said(Writing):
-    """What ranks say that they have written, some of them perhaps on a disk that this process does not see."""
+    """Lists of files that ranks have written, some of them on a disk that this process may not see."""
 
     def __init__(self, files: list[Path]) -> None:
         super().__init__(())
@@ -84,7 +84,7 @@ def test_an_incomplete_checkpoint_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_while_another_driver_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last checkpoint stays where it is."""
+    """Its last checkpoint is not moved."""
     monkeypatch.chdir(REPOSITORY)
     run = RunDirectory.create(tmp_path, "demo").path
     saved(run, 4)

@@ -63,7 +63,7 @@ def test_hosts_that_do_not_fit_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_scores_of_a_teacher_on_two_hosts_are_hugging_faces(tmp_path: Path) -> None:
-    """Its ranks are tensor-parallel over both; the rows are on host 0 alone, whose name has no address."""
+    """Its ranks are tensor-parallel over both hosts; the rows are only on host 0, whose name has no address."""
     teacher, own = REPOSITORY / "examples/demo/models/teacher", tmp_path / "of_host_0"
     own.mkdir()
     rows = [

@@ -132,7 +132,7 @@ def test_the_demo_learns_from_a_server_as_from_megatron(url: str, tmp_path: Path
 
 
 def test_a_server_with_another_tokenizer_gives_the_megatron_teachers_log_probs_of_single_tokens(tmp_path: Path) -> None:
-    """The same samples in the first step, whose weights are the same."""
+    """In the first step, which has the same weights, the samples are the same."""
     spread = "teacher.strategy_args.strategy_config.tensor_model_parallel_size=2"
     small = [one for one in SMALL if not one.startswith(("validation.", spread))]
     common = [*small, "validation=null", "max_steps=1", "save_steps=0", "logged_samples_per_step=64"]

@@ -1,4 +1,4 @@
-"""The exit code and the message say what has ended a run."""
+"""The exit code and the message state why a run has ended."""
 
 import errno
 

@@ -1,6 +1,6 @@
-"""Whole runs of pure distillation with roles spread in every way: engines and trainer agree, the student learns.
+"""Runs of pure distillation in many layouts: engines and trainer agree, and the student learns.
 
-The models are made of the example's student: a layer more, or experts in the place of its multi-layer perceptrons.
+The models are made from the example's student: one more layer, or experts in place of its MLPs.
 """
 
 from pathlib import Path
@@ -66,12 +66,12 @@ def run_of(output: Path, *settings: str, model: Path = START) -> Run:
 
 
 def apart(run: Run) -> float:
-    """How far the engine's log-probs are from the trainer's, at most, over all steps."""
+    """Return the largest difference of the engine's and the trainer's log-probs over all steps."""
     return max(row["rollout/mismatch/logprob_diff_max"] for row in run.rows("metrics.jsonl")[1:])
 
 
 def agrees_with_hugging_face(run: Run) -> None:
-    """The checkpoint after two steps is what the third one was sampled from."""
+    """The third step was sampled from the weights in the checkpoint after two steps."""
     model = AutoModelForCausalLM.from_pretrained(run.path / "checkpoints/step_2/hf", dtype=torch.float32)
     rows = [row for row in run.rows("samples.jsonl") if row["step"] == STEPS]
     for row in rows[:6]:
@@ -95,7 +95,7 @@ def test_a_student_under_context_parallelism(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_engines_of_two_ranks_inside_ray(tmp_path: Path) -> None:
-    """What they sample with is the student's weights after every update, and so is what they answer."""
+    """After every update, they sample with the student's weights."""
     ranks = "+student_infer.strategy_args.strategy_config.tensor_parallel_size=2"
     run = run_of(tmp_path / "output", ranks, "student_train.device_mapping=[0]", "deterministic=true")
     assert apart(run) <= 1e-4
@@ -115,7 +115,7 @@ def test_a_student_in_virtual_stages_and_a_teacher_cut_twice(tmp_path: Path, dee
 
 @pytest.mark.nightly
 def test_a_student_that_learns_adapters_alone(tmp_path: Path) -> None:
-    """The checkpoint's model is base and adapter together, which is what the engines have."""
+    """The checkpoint's model is the base with the merged adapter, as in the engines."""
     keys = ("lora_target=all-linear", "lora_rank=8")
     adapters = (*(f"+student_train.model_args.{key}" for key in keys), f"{LEARNING_RATE}=1.0e-2")
     run = run_of(tmp_path / "output", *adapters, f"{STUDENT}.tensor_model_parallel_size=2")

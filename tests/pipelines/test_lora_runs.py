@@ -1,4 +1,4 @@
-"""A LoRA student in a whole run: what its engines sample from, what the base computes, what a resume restores."""
+"""A run with a LoRA student: the weights of its engines, the roles that use the base model, and a resume."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_a_resumed_run_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_run_in_turns_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
-    """All on one device, from a checkpoint, with the base as reference policy, writing beside the work."""
+    """All roles on one device, from a checkpoint, with the base as reference policy, and background saves."""
     turns = ("is_offload_states=true", "async_save=true", "actor_infer.device_mapping=[0]")
     run = run_of(tmp_path / "output", f"resume_from_checkpoint={whole.path / 'checkpoints/step_1'}", *turns)
     for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):

@@ -1,4 +1,4 @@
-"""Runs on teacher files: their loss is that of the live teacher, they learn, and what cannot work is refused."""
+"""Runs on teacher files: same loss as with the live teacher, learning, and refused configurations."""
 
 import json
 import subprocess

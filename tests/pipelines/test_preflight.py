@@ -1,4 +1,4 @@
-"""What does not fit the machine or the checkpoint is refused before anything starts."""
+"""Settings that do not fit the machine or the checkpoint are refused before anything starts."""
 
 import json
 import shutil
@@ -160,7 +160,7 @@ def test_routes_of_an_engine_of_two_ranks(plan: RunPlan) -> None:
 
 
 def test_companions_that_do_not_fit_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pip installs beside a torch for CPUs: transformers would import no model any more, and vLLM no engine."""
+    """As pip installs them with a torch for CPUs: transformers could import no model, and vLLM no engine."""
     operator = "import torch\ntorch.library.register_fake('torchvision::nms')(lambda boxes, scores, threshold: boxes)\n"
     library = "raise OSError('Could not load this library: _torchaudio.abi3.so')\n"
     for name, code in {

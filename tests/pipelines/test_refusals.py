@@ -1,4 +1,4 @@
-"""What a user can give wrongly, through the launcher: a message, exit code 2, nothing started, nothing written."""
+"""Wrong input to the launcher: a message, exit code 2, nothing started, nothing written."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A command that fails is run again from its last checkpoint: real processes, without a run."""
+"""A failed command is run again from its last checkpoint: real processes, without a training run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Runs of mixed mode: what their record says, and that one which is killed goes on as if nothing had happened."""
+"""Runs of mixed mode: their records, and a killed run that continues with the same results."""
 
 import json
 import os
@@ -26,7 +26,7 @@ TEACHERS = (
 def settings(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Two teachers for the tags of two files, each file in the middle of its first epoch after every step.
 
-    Groups whose samples are all alike are replaced by other prompts.
+    Groups with equal samples are replaced by other prompts.
     """
     place = tmp_path_factory.mktemp("rows")
     rows = [json.loads(line) for line in (REPOSITORY / "examples/demo/data/train.jsonl").read_text().splitlines()]
@@ -114,7 +114,7 @@ def test_filtered_groups_are_replaced_and_no_prompt_is_lost_or_repeated(mixed: R
 def test_terminated_in_a_step_and_resumed_equals_uninterrupted(
     stage: Stage, mixed: Run, settings: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM lets the step end with a checkpoint, from which the run goes on as if nothing had happened."""
+    """After SIGTERM, the step ends with a checkpoint; the resumed run has the same results as an uninterrupted run."""
     prompts = stage.place / "terminated"
 
     def end_in_step_2() -> None:
@@ -141,7 +141,7 @@ def test_terminated_in_a_step_and_resumed_equals_uninterrupted(
 def test_killed_in_a_step_and_resumed_equals_uninterrupted(
     stage: Stage, mixed: Run, settings: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A launcher that is killed; other processes make of its run, bit for bit, what the run was that nobody killed."""
+    """The launcher is killed; other processes continue its run with the same bits as in a run without a kill."""
     experiment = tmp_path / "killed" / "demo"
     settings = (*settings, "exp_name=demo")
 

@@ -1,4 +1,4 @@
-"""Whole runs of pure distillation: what they leave behind, and real input."""
+"""Complete runs of pure distillation: their files, and real input."""
 
 import asyncio
 import io
@@ -106,7 +106,7 @@ def test_a_run_shows_what_it_does_and_how_long_it_took(run: Run) -> None:
 
 
 def _without_bars(text: str) -> list[str]:
-    """Leave out what is drawn over and over, which a log holds once, and a machine that is not busy never shows."""
+    """Leave out progress bars, which a log has once and which appear only on a busy machine."""
     return [line for line in re.split(r"[\r\n]+", text) if not line.startswith("Checking prompts")]
 
 

@@ -1,5 +1,5 @@
-"""A model that teaches itself with a hint: the file of the page as it is printed, followers of every kind through a
-resume, and the alarm in a run that is bound to collapse.
+"""A model that teaches itself with a hint: the file on the page, followers of every kind with a resume, and the
+alarm in a run that collapses.
 """
 
 import json
@@ -27,7 +27,7 @@ def alarms(run: Run) -> list[str]:
 
 
 def test_the_file_of_the_page_as_it_is_printed(tmp_path: Path) -> None:
-    """A student learns what neither it nor its teacher knows without the hint."""
+    """A student learns a task that neither student nor teacher can solve without the hint."""
     text = blocks("teacher-context.md", "yaml")[0]
     assert text == (REPOSITORY / "examples/demo/hints.yaml").read_text() and len(text.splitlines()) <= 40
     (tmp_path / "mine.yaml").write_text(text)

@@ -1,4 +1,4 @@
-"""SIGTERM ends a run with its step, or after a grace; both endings say how to go on. Without a run."""
+"""SIGTERM ends a run after its step or a grace period; both messages state how to continue. Starts no run."""
 
 import asyncio
 import os
@@ -90,7 +90,7 @@ def test_an_interruption_says_how_to_go_on() -> None:
 
 
 def test_what_the_handler_raises_inside_of_rays_code_is_raised_as_itself() -> None:
-    """Ray's code gives it as the cause of a SystemError; one of another cause is a bug, and stays what it is."""
+    """Ray's code raises a SystemError with it as the cause; a SystemError with another cause is not changed."""
     with pytest.raises(Terminated, match="ended by SIGTERM"), ending().before_the_loop():
         try:
             terminate()
@@ -150,7 +150,7 @@ def test_a_signal_ends_a_start_up_that_is_in_c_code() -> None:
 
 
 def test_an_error_of_ray_after_the_signal_is_the_signal() -> None:
-    """A SIGTERM to the process group ends Ray's processes, too; after the start-up, errors stay what they are."""
+    """A SIGTERM to the process group also ends Ray's processes; after the start-up, errors are not changed."""
     for over, raised in ((False, Terminated), (True, RuntimeError)):
         it = ending()
         with pytest.raises(raised), it.before_the_loop():

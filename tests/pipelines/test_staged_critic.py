@@ -1,4 +1,4 @@
-"""A run of PPO: the critic's part of the record, of the checkpoint, and of what the student learns."""
+"""A run of PPO: the critic in the metrics, in the checkpoint, and its effect on the student."""
 
 import json
 import shutil
@@ -110,7 +110,7 @@ def advantages_of(row: dict) -> np.ndarray:
 
 
 def test_resumed_and_prolonged_equals_uninterrupted(stage: Stage, run: Run) -> None:
-    """Student and critic go on as if nothing had happened, and the earlier part of the record stays."""
+    """Student and critic continue with the same results, and the earlier rows of the record remain."""
     experiment = stage.place / "prolonged"
     shutil.copytree(run.path.parent, experiment, symlinks=True)
     for later in experiment.glob(f"*/checkpoints/step_{STEPS}"):

@@ -1,4 +1,4 @@
-"""Runs in environments: trained on what was sampled, in all three modes, through every fault, and resumed exactly."""
+"""Runs in environments: trained on the sampled tokens, in all three modes, with faults, and resumed exactly."""
 
 from collections import Counter
 from pathlib import Path
@@ -123,7 +123,7 @@ def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Sta
 
 @pytest.mark.nightly
 def test_killed_in_the_middle_of_its_games_and_resumed(stage: Stage, games: str, tmp_path: Path) -> None:
-    """Bit for bit what the run is that nobody killed."""
+    """The same bits as a run without a kill."""
     turns, broken = tmp_path / "turns", tmp_path / "broken"  # 16 games of two turns a step
     settings = (*settings_of(games, "noted", "actor_train"), "deterministic=true", "save_steps=1", "max_ckpt_to_keep=1")
     settings = (
@@ -158,7 +158,7 @@ def test_killed_in_the_middle_of_its_games_and_resumed(stage: Stage, games: str,
 
 
 def test_steps_are_compared_by_their_state_beside_a_teacher(stage: Stage, games: str) -> None:
-    """Of each action in samples.jsonl: what gigpo makes of the rewards of its group's trajectories."""
+    """For each action in samples.jsonl: the gigpo advantage from the rewards of its group's trajectories."""
     manager = "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
     template = "agent_template: '{current_observation}'"
     run = played(

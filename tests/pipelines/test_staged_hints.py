@@ -1,5 +1,5 @@
-"""Teachers that read more than the student: what they say of its responses, against Hugging Face; and when it is as
-if they did not.
+"""Teachers with a longer prompt than the student: their log-probs of its responses against Hugging Face, and cases in
+which the prompts are equal.
 """
 
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_divergences_are_taken_token_by_token_of_the_response(stage: Stage, mode
 
 @pytest.mark.nightly
 def test_a_hint_that_says_nothing_changes_no_bit(stage: Stage) -> None:
-    """The question alone in the place of the question; and neither do keys that nobody has written."""
+    """The hint replaces the question by the same question; keys that are not set change no bit either."""
     bare, same, other = pure(stage), pure(stage, '++teacher.hint="{prompt}"'), pure(stage, HINT)
     assert "teacher_prompts" not in bare.rows("samples.jsonl")[0]
     equal = [
@@ -116,7 +116,7 @@ def test_a_hint_that_says_nothing_changes_no_bit(stage: Stage) -> None:
 
 @pytest.mark.nightly
 def test_several_teachers_each_with_its_own_prompt(stage: Stage, models: dict) -> None:
-    """In mixed mode: one with a hint, one with a system message by its tags, one that reads what the student reads."""
+    """In mixed mode: one with a hint, one with a system message for its tags, one with the student's prompt."""
     sections = {
         "hinted": frozen("", "teacher", "[0,1]", 2, 'hint: "({ground_truth})"'),
         "led": frozen("", "teacher", "[0,1]", 2, "system_prompt: add", "tag_included: math_rule"),

@@ -1,4 +1,4 @@
-"""Whole runs whose rewards are a user's own, fail, or lose their processes."""
+"""Runs with rewards of a user, with failing rewards, and with lost reward processes."""
 
 import asyncio
 import importlib

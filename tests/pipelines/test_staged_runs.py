@@ -1,4 +1,4 @@
-"""Runs of every algorithm and objective by the same roles: they move the weights, and what is to teach teaches."""
+"""Runs of every algorithm and objective with the same roles: weights change, and the student learns."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ DEMONSTRATIONS = "++demonstrations={data_args: {file_name: examples/demo/data/sf
 
 
 def data_flow(name: str) -> tuple:
-    """What an algorithm asks of the roles and of the samples; its formulas are tested without a run."""
+    """The calls of roles and the columns of samples that an algorithm needs; its formulas are tested without a run."""
     row = ALGORITHMS[name]
     return row.advantage == "gae", row.repeat, row.kl_loss, row.expert_data_ratio, name == "on_policy_distill"
 
@@ -153,7 +153,7 @@ def test_a_kl_coefficient_that_adapts_and_a_correction(stage: Stage) -> None:
 def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Updates are skipped and counted, the weights stay, and the samples are there to be looked at."""
+    """Updates are skipped and counted, the weights are unchanged, and the samples are recorded."""
     honest = MegatronScorer.score
 
     async def broken(self: MegatronScorer, *arguments: Any) -> list[TeacherAnswer]:

@@ -1,4 +1,4 @@
-"""docs/extending.md: the scorer of its section on teachers, in the place of the Megatron teacher in a real run."""
+"""docs/extending.md: the scorer of the section on teachers replaces the Megatron teacher in a real run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The page's run from a YAML file of Trinity-RFT's, with a workflow in the form of its developer guide."""
+"""The run of docs/coming-from-trinity.md: a YAML file of Trinity-RFT, with a workflow in its developer guide's form."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ AS_STAGED = (
 def test_a_yaml_of_trinitys_trains(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Epochs become steps, rows are found beside the file, and what is learned from is the workflow's reward."""
+    """Epochs become steps, rows are found next to the file, and the workflow's reward is trained on."""
     monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path / "checkpoints"))
     monkeypatch.setenv("TRINITY_MODEL_PATH", str(REPOSITORY / "examples/demo/models/student"))
     (tmp_path / "plugins").mkdir()

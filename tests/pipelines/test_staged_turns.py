@@ -1,4 +1,4 @@
-"""Runs whose roles give their memory back between phases: what they learn is what others learn, bit for bit."""
+"""Runs whose roles offload their memory between phases learn the same bits as other runs."""
 
 import json
 from dataclasses import replace

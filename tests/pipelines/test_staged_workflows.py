@@ -1,4 +1,4 @@
-"""Runs whose rows are worked on by workflows: a user's own, in Trinity-RFT's forms, and those of the package."""
+"""Runs of workflows: a user's workflows in Trinity-RFT's forms, and the workflows of the package."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_the_first_workflow_of_the_page(stage: Stage, mine: tuple[str, ...]) -> 
 
 
 def test_a_conversation_is_trained_on_as_it_was_sampled(stage: Stage, mine: tuple[str, ...]) -> None:
-    """The log-probs of three turns, with what was said between them, are the same to engine and trainer."""
+    """Engine and trainer compute the same log-probs for three turns with user messages between them."""
     run = reinforced(stage, mine, "talk", "response_length=200", "logged_samples_per_step=64", "max_steps=1")
     assert run.code == 0
     for row in run.rows("metrics.jsonl")[1:]:

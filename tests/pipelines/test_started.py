@@ -1,4 +1,4 @@
-"""What a run says that it starts."""
+"""The messages of a run about its start."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whole runs of SFT and DPO: they learn, they go on where they were killed, and what cannot work is refused."""
+"""Runs of SFT and DPO: learning, resumes after a kill, and refused configurations."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Curves against what their definition says, over many lengths; and where tokens end."""
+"""Curves against their definition, for many lengths; and the ends of tokens in a text."""
 
 from collections.abc import Sequence
 

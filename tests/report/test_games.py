@@ -1,4 +1,4 @@
-"""The game that a run in environments ends with."""
+"""The game at the end of a run in environments."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Games in a report: turns, maps and rewards as they were, and no number or colour of what was observed."""
+"""Games in a report: correct turns, maps and rewards, and no numbers or colours for observed tokens."""
 
 import json
 import shutil

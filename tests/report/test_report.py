@@ -1,4 +1,4 @@
-"""Report of a run: data equal the run's, hostile text is escaped, long runs stay small, broken files are reported."""
+"""The report of a run: correct data, escaped hostile text, small pages for long runs, names of broken files."""
 
 import itertools
 import json
@@ -177,7 +177,7 @@ HOSTILE = (
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    """Whatever a model, a row, a name or a metric says: the page has the elements of an innocent one, and shows it."""
+    """With any text of a model, row, name or metric, the page has the same elements and shows the text."""
     names = ("id", "tag", "prompt", "ground_truth", "reward_reason", "finish_reason")
     innocent = of(write_run(tmp_path / "innocent").path)
     for number, text in enumerate(HOSTILE):
@@ -337,7 +337,7 @@ ODD = (
 
 
 def test_the_page_can_be_written_for_records_of_any_types(tmp_path: Path) -> None:
-    """Each key of samples, answers, facts and summary with each odd value, and many of them at once."""
+    """Each key of samples, answers, facts and summary with each unusual value, and many of them together."""
     run, rng = write_run(tmp_path / "run"), np.random.default_rng(0)
     whole = sample_row(9, 0)
     rows = [{**whole, key: value} for key, value in itertools.product(list(whole)[1:], ODD)]

@@ -1,4 +1,4 @@
-"""Programs by their rows' cases, in every form, and the worker's own start and limits."""
+"""Programs with the test cases of their rows, in every form, and the reward's start and limits."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""No text takes a rule long: 100 kB of whatever could make a pattern start again at every character."""
+"""No rule takes long for any text: 100 kB of texts on which patterns could backtrack at every character."""
 
 import inspect
 import json

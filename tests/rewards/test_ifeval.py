@@ -1,4 +1,4 @@
-"""IFEval's instructions: texts made to follow one and their mutations, the rows that name them, and bad rows."""
+"""IFEval's instructions: texts that follow one, mutations that do not, rows that name instructions, and bad rows."""
 
 import inspect
 import json

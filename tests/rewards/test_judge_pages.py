@@ -1,4 +1,4 @@
-"""The pages of llm_judge and remote: their section and row work as printed, and their tables name every key."""
+"""The pages of llm_judge and remote: their section and row are valid, and their tables name every key."""
 
 import json
 import re

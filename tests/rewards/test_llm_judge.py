@@ -1,4 +1,4 @@
-"""The judge against a real server that is slow, refuses, breaks off, writes nonsense, dies and comes back."""
+"""The judge with a real server that is slow, refuses, disconnects, writes invalid answers, ends and restarts."""
 
 import random
 import threading
@@ -28,7 +28,7 @@ def said(text: str) -> dict[str, Any]:
 
 
 def compare(body: Any) -> dict[str, Any]:
-    """What a judge that is never wrong says to `QUESTION`; who has been asked a second time has said it badly."""
+    """Return the answer of a correct judge to `QUESTION`; the first answer to a repeated question is unreadable."""
     first, *again = [message["content"] for message in body["messages"]]
     response, _, truth = first.partition("|")
     if not again and response.endswith("9"):

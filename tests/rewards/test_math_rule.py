@@ -1,4 +1,4 @@
-"""The math rule: real GSM8K answers, the ways people write answers, and text that means nothing or harm."""
+"""The rule for mathematics: GSM8K answers, usual notations, meaningless text and hostile text."""
 
 import json
 import os
@@ -318,7 +318,7 @@ def test_nothing_is_left_running_when_the_parent_is_killed() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there and is more than a zombie that nobody has collected."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Choices: the ways models write them and rows name them, and the traps of both."""
+"""Multiple choice: the forms of answers and of rows, and ambiguous cases."""
 
 import random
 

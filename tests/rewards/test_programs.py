@@ -84,7 +84,7 @@ def test_the_program_stands_in_fences_as_commonmark_has_them(form: str) -> None:
 
 
 def test_blocks_are_those_of_a_commonmark_parser() -> None:
-    """Against markdown-it, where blocks stand in no quote or list."""
+    """Compared with markdown-it, for blocks outside of quotes and lists."""
     markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark")
     draw = random.Random(5)
     pieces = (F, "````", "~~~", "~~~~", "   ```", "  ", "x = 1", "python", "py ", "`", "text", "\n  y\n", *"\n\n\n\n")

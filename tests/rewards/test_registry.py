@@ -1,4 +1,4 @@
-"""Rewards by name: registered, ROLL's, the user's own; what is known of them, and what they return is checked."""
+"""Rewards by name: registered, ROLL's, a user's; their facts, and checks of their results."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""The remote reward against a real server, with all that can go wrong."""
+"""The remote reward with a real server, and all of its failures."""
 
 import random
 from collections.abc import Callable

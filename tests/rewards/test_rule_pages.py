@@ -1,4 +1,4 @@
-"""The pages of docs/rewards on rules: their YAML is a section that works, and their rows are scored as they say."""
+"""The pages of docs/rewards on rules: their YAML is a valid section, and their rows get the stated scores."""
 
 import json
 import re

@@ -32,7 +32,7 @@ from roll_opd.rewards.interface import Score
 
 @pytest.fixture(scope="module")
 def hostile_verdicts(rewards) -> dict[str, str]:
-    """All at once, as a batch has them, among honest ones."""
+    """All together, as in a batch, with harmless programs among them."""
     cases = [{"stdin": "21", "expected_stdout": "42"}]
     samples = [
         sample(name, program.replace("REPOSITORY", repr(REPOSITORY)), test_cases=cases) for name, program, _ in HOSTILE
@@ -60,7 +60,7 @@ def test_honest_programs_beside_hostile_ones_pass(hostile_verdicts) -> None:
 
 @needs_bwrap
 def test_nothing_of_a_hostile_program_stays(rewards, hostile_verdicts, strangers: set[int]) -> None:
-    """What is left are the sandboxes that wait for a program: two processes each, and no file anywhere."""
+    """Only the idle sandboxes remain, with two processes each, and no file."""
 
     def commands() -> set[str]:
         found = set()
@@ -164,7 +164,7 @@ def test_nothing_stays_of_a_worker_that_is_killed(mode: str) -> None:
 
 @needs_bwrap
 def test_a_program_whose_sandbox_is_killed_runs_again() -> None:
-    """Those that wait are killed as well, and before it: a program that meets two kills while it runs is refused."""
+    """Idle sandboxes are killed too, and first; a program whose sandbox is killed twice while it runs is refused."""
     before = processes_of(os.getpid())
     reward = CodeSandbox(workers=2, **LIMITS)
     slow = sample("slow", "import time\ntime.sleep(3)\nprint(1)", test_cases=[{"expected_stdout": "1"}])

@@ -1,4 +1,4 @@
-"""The filter, run by an interpreter of classic BPF: what it says to a call, on machines that this is not too."""
+"""The seccomp filter, executed by an interpreter of classic BPF: its result for each call, also on other machines."""
 
 import errno
 import struct

@@ -1,4 +1,4 @@
-"""CrossThink's questions and the general rules: short answers against their ground truths."""
+"""The rewards for CrossThinkQA and general rules: short answers against their ground truths."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The terms that are added to other rewards: the form of a response and its length."""
+"""Terms that are added to other rewards: the form of a response and its length."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_a_pattern_that_does_not_end_is_a_failure_in_time() -> None:
 
 
 def test_the_soft_overlong_punishment_is_the_papers() -> None:
-    """Equation 13 of arXiv 2503.14476, written as it stands there."""
+    """Equation 13 of arXiv 2503.14476, written as in the paper."""
 
     def paper(length: int, most: int, cache: int) -> float:
         if length <= most - cache:

@@ -1,4 +1,4 @@
-"""What is remembered, and what becomes of a question when those who asked it go away."""
+"""Cached verdicts, and questions whose callers are cancelled."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,4 +1,4 @@
-"""Verdicts out of what judges write, and questions out of what students write."""
+"""Verdicts in the answers of judges, and questions made from the answers of students."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The reward worker: what of a row and of the student's answer reaches a user's reward function."""
+"""The reward worker: the parts of a row and of the student's answer that a user's reward function gets."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""One Ray for the room, whose processes can import a user's modules; workers are forks of a preloaded server."""
+"""One Ray cluster for this directory; its processes are forks of a preloaded server and can import a user's modules."""
 
 import asyncio
 import os

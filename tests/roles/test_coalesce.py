@@ -1,4 +1,4 @@
-"""What travels together: everything, in order, in time."""
+"""Results that are sent together: all of them, in order, without delay."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Turns on shared devices: the rules against a loop over devices, and calls of several roles at once."""
+"""Turns on shared devices: the rules against a loop over devices, and concurrent calls of several roles."""
 
 import asyncio
 import random
@@ -133,7 +133,7 @@ def test_what_is_there_at_once() -> None:
 
 
 class Processes:
-    """A role's, which say when they are asked for something they do not have."""
+    """Processes of a role, which report calls that need memory that they do not hold."""
 
     def __init__(self, member: PhaseMember, everyone: dict[str, "Processes"]) -> None:
         self.member, self.parts, self.at_work, self.everyone = member, set(ALL[member.kind]), 0, everyone

@@ -1,4 +1,4 @@
-"""A pool's jobs are each answered once, whatever becomes of its processes; here these are fakes in this process."""
+"""Each job of a pool gets one answer, despite failing processes; here the processes are fakes in this process."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ DIE, HANG, RAISE, WAIT, FORGET = "die", "hang", "raise", "wait", "forget"
 
 
 class Process:
-    """A worker in this process. An item is (number, what happens); the answer is twice the number."""
+    """A worker in this process. An item is (number, event); the answer is twice the number."""
 
     def __init__(self, place: int, processes: "Processes") -> None:
         self.place, self.processes = place, processes

@@ -1,4 +1,4 @@
-"""Reward workers in real processes: who is asked, what fails, who is killed, and what it costs the others."""
+"""Reward workers in real processes: distribution of samples, failures, kills, and their effect on other samples."""
 
 import asyncio
 import os
@@ -246,7 +246,7 @@ def test_a_sample_that_kills_every_worker_is_found_out(start, loop) -> None:
 
 
 def test_a_suspect_is_alone_with_a_worker(start, loop, tmp_path: Path) -> None:
-    """A sample that was twice beside one that kills is not taken for another, though more of them come meanwhile."""
+    """A sample that shared a worker with a fatal sample twice is not blamed, although more fatal samples arrive."""
     pool, log = start("troubled", on_error="zero", max_concurrency=8), tmp_path / "log"
 
     async def ask() -> list[RewardResult]:

@@ -1,4 +1,4 @@
-"""Teachers' targets go from the rank that computed them to the one that needs them, past the process between."""
+"""Teachers' targets are sent directly from the rank that computed them to the rank that reads them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Weights on their way from a student to who takes them, over two nodes of Ray's, and which way they take on GPUs."""
+"""Transport of weights from a student to its receivers on two Ray nodes, and the choice of a transport on GPUs."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ LIMIT = 2**20
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    """Of 5 buckets, one of which is larger than the others may be."""
+    """Return tensors of 5 buckets, one of which is larger than the limit."""
     generator = torch.Generator().manual_seed(version)
     sizes = [(300, 300), (7,), (700, 700), (300, 400), (400, 400), (300, 500), (5,)]
     return {f"layer.{number}": torch.randn(*size, generator=generator) for number, size in enumerate(sizes)}
@@ -41,7 +41,7 @@ class Student(BucketHost, BucketWriter):
 
 
 class Taker(BucketHost):
-    """Copies what comes, and makes as much fuss about memory as an engine does: nothing of a bucket is read later."""
+    """A receiver that copies the values; like an engine, it does not read a bucket later."""
 
     def __init__(self) -> None:
         self.arrived: dict[str, torch.Tensor] = {}
@@ -81,7 +81,7 @@ def second_node(cluster: None) -> Iterator[None]:
 
 
 def actors(kind: type, options: dict[str, Any], *nodes: bool) -> ActorGroup:
-    """Actors with Ray's `options`, each on the second node where it says so."""
+    """Return actors with Ray's `options`; some of them are on the second node."""
     places = [{"resources": {ELSEWHERE: 1}} if second else {"resources": {"roll_opd_slot": 0.01}} for second in nodes]
     return ActorGroup([ray.remote(kind).options(**options, **each).remote() for each in places])
 

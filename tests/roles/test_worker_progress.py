@@ -1,4 +1,4 @@
-"""How far a worker's call is, as the driver sees it."""
+"""The progress of a worker's call, as the driver reads it."""
 
 from typing import Any
 

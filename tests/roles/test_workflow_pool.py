@@ -1,4 +1,4 @@
-"""Workflows in real processes: what a run makes, what fails, who is killed, and what it costs the others."""
+"""Workflows in real processes: results of a run, failures, kills, and their effect on other runs."""
 
 import asyncio
 import os
@@ -163,7 +163,7 @@ INVALID += ("foreign", "negative", "endless", "infinite")
 
 
 def disturbed(loop, pool: WorkflowPool, what: str) -> dict[str, float]:
-    """Return counts of failures of 20 runs, two of which are `what`; the others are as if these were not there."""
+    """Return counts of failures of 20 runs, two of which are `what`; the others are not affected."""
     tasks = [task(number, what=what if number in (5, 17) else "work") for number in range(20)]
     found = run_all(loop, pool, tasks)
     assert [len(made) for made in found] == [int(number not in (5, 17)) for number in range(20)]
@@ -198,7 +198,7 @@ def test_what_a_run_does_to_its_process_costs_the_others_nothing(start: Start, l
 
 
 def test_a_model_elsewhere_that_fails_costs_its_runs_alone(start: Start, loop) -> None:
-    """OpenAI's client tries three times; what is broken even then is counted, and the others go on."""
+    """OpenAI's client tries three times; a run that still fails is counted, and the other runs continue."""
     faults = ["500", "reset", None, "500", "reset", "429 after 0", None, "503", "503", "503"]
 
     def reply(asked: dict) -> dict:

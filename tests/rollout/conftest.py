@@ -1,4 +1,4 @@
-"""Sources of prompts from real files."""
+"""Prompt sources from real files."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Roles whose numbers come from Hugging Face models: what a preflight asks of Megatron, computed the naive way."""
+"""Roles whose numbers come from Hugging Face models: they replace Megatron in a preflight."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

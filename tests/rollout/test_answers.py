@@ -1,4 +1,4 @@
-"""Answers to held-out prompts that are kept to be read: always of the same prompts, and who reads them."""
+"""Recorded answers to held-out prompts: always to the same prompts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def answer(number: int, tag: str = "a", length: int = 3) -> Sample:
 
 @dataclass
 class Reader:
-    """A teacher that says the temperature it is asked at; it refuses tags that it does not accept."""
+    """A teacher that returns the temperature of the call; it refuses tags that it does not accept."""
 
     tag: str
     context: str | None = None
@@ -67,7 +67,7 @@ def test_the_first_answers_of_evenly_spread_prompts(prompts: int, samples: int, 
 
 
 def test_who_reads_which_answer() -> None:
-    """Each teacher those of its tags; nobody one of another tag, or one that is longer than those of training."""
+    """Each teacher reads the answers of its tags; no teacher reads answers longer than in training."""
     models = FrozenModels(cast(Sequence[Teacher], (Reader("a"), Reader("b"))))
     answers = [answer(0, "a"), answer(1, "b"), answer(2, "c"), answer(3, "a", length=9)]
     for temperature, expected in ((0.0, 1.0), (0.7, np.float32(0.7))):
@@ -83,7 +83,7 @@ def test_who_reads_which_answer() -> None:
 
 
 def test_a_teacher_with_a_hint_reads_no_held_out_answer() -> None:
-    """Its rows need not have what the hint is made of; and an answer that nobody reads is no error."""
+    """Held-out rows need not have the columns of the hint, and an answer that no teacher reads is no error."""
     hinted = Reader("a", context="a hint")
     for teachers in ((hinted,), (hinted, Reader("b"))):
         models = FrozenModels(cast(Sequence[Teacher], teachers))

@@ -1,4 +1,4 @@
-"""The order of things in a rollout: with an engine that finishes in any order, and frozen models that take any time.
+"""The order of samples in a batch: the engine finishes in any order, and frozen models take any time.
 
 Engines, teachers and reward workers themselves are tested elsewhere; here only their interface is needed.
 """
@@ -67,7 +67,7 @@ def test_samples_are_scored_while_others_are_being_written(make_source) -> None:
 
 
 def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> None:
-    """Whatever the reward domain: all rows here belong to one."""
+    """For any reward domain; all rows here belong to one domain."""
     prompts = [replace(prompt, tag=("odd", "even")[number % 2]) for number, prompt in enumerate(make_source().take(6))]
     teachers = [
         Watcher(TeacherPlan("all", Watcher.worker, 1.0), []),
@@ -115,7 +115,7 @@ def test_what_is_not_needed_any_more_is_not_waited_for(make_source) -> None:
 
 
 def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source) -> None:
-    """Its place is for samples that are: the step goes on, and nobody waits for what is left."""
+    """The step continues without waiting for the answers that are not needed."""
     asked: dict[str, asyncio.Task[RewardResult]] = {}
 
     class Slow(RewardPool):
@@ -167,7 +167,7 @@ class Engines:
 
 
 class Chunks(Watcher):
-    """Remembers what it was given together."""
+    """Records the samples of each call."""
 
     def __init__(self) -> None:
         super().__init__(TeacherPlan("t", Watcher.worker, 1.0), [])

@@ -1,4 +1,4 @@
-"""Rewards of several domains, and samples that a mask leaves out, on their way to advantages and weights."""
+"""Rewards of several domains, and masked samples: their advantages and weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Samples whose reward failed, with `on_error: drop`: as if they had never been written."""
+"""Samples whose reward failed, with `on_error: drop`, have no effect."""
 
 from dataclasses import replace
 

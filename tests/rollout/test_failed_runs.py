@@ -1,4 +1,4 @@
-"""Runs and rewards that fail: groups are replaced, or train without them, and no batch has a placeholder."""
+"""Runs and rewards that fail: groups are replaced or trained without them, and no batch has a placeholder."""
 
 import asyncio
 import random

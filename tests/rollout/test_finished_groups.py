@@ -1,4 +1,4 @@
-"""Finished groups in a file: they return as they were, without targets, and a changed file is refused."""
+"""Finished groups in a file: they are read back without targets, and a changed file is refused."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_groups_return_by_draw_with_their_samples(tmp_path: Path) -> None:
 
 
 def test_a_teacher_with_targets_scores_a_stored_sample_again(tmp_path: Path) -> None:
-    """Its targets are in another process; log-probs of the other teacher stay."""
+    """Its targets are in another process; the log-probs of the other teacher are kept."""
     target = TargetRef(object(), 0, {})
     groups = [FinishedGroup(0, True, [sample("x", teacher_targets={"a": target})])]
     [found] = read_groups(tmp_path / "groups", write_groups(tmp_path / "groups", groups))

@@ -1,4 +1,4 @@
-"""The producer of batches and its gate: how far sampling runs ahead, and what a checkpoint of its batches stores."""
+"""The producer of batches and its gate: how far sampling runs ahead, and the producer's state in a checkpoint."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A student whose own samples are guesses: its teacher's log-probs of them say nothing about the teacher."""
+"""A student whose samples are guesses: the teacher's log-probs of these samples give no verdict on the teacher."""
 
 import math
 
@@ -66,5 +66,5 @@ def test_what_samples_of_a_guessing_student_say(student: float, teacher: float, 
 def test_text_that_the_student_cannot_predict_is_not_judged(
     text: str, student: float, teacher: float, wanted: str
 ) -> None:
-    """Whatever the teacher's log-prob is, the meaning does not hold it against the student's."""
+    """For any log-prob of the teacher, the verdict is not based on the student's log-prob."""
     assert verdict(student, teacher, text) == ("ok", wanted)

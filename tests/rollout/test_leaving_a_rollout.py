@@ -1,4 +1,4 @@
-"""A rollout that is left early, or whose run fails, ends at once, whenever the answers of the others come."""
+"""A rollout that is left early, or whose run fails, ends without waiting for other answers."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,7 +1,7 @@
-"""Observed tokens (of tools, environments, users) reach no advantage, weight, mask or recorded number.
+"""Observed tokens (of tools, environments, users) affect no advantage, weight, mask or recorded number.
 
-Whole outputs are compared, of the same samples with and without wild numbers at their observed tokens: what is measured
-or shown one day is covered as it comes.
+Complete outputs are compared for the same samples with and without extreme numbers at their observed tokens. So outputs
+that are added later are also covered.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ def disturbed(experience: Sample, rng: np.random.Generator) -> Sample:
 def worked_on(
     experiences: list[Sample], objective: ObjectivePlan, teachers: list[TeacherPlan]
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Return what the driver of a run makes of a step's experiences, and what it reports."""
+    """Return the samples that the driver makes from a step's experiences, and its metrics."""
     experiences = masked(experiences, objective, SamplingPlan(max_new_tokens=8))
     experiences = external_advantages(experiences, objective, 0.1, taught=bool(teachers))
     *_, kl_coef = kl_coefs(experiences, objective, 0.1)
@@ -207,7 +207,7 @@ def preflight_of(experiences: list[Sample], wild: bool) -> list[dict[str, Any]]:
 def recorded(
     experiences: list[Sample], metrics: dict[str, float], objective: ObjectivePlan, teachers: Any, path: Path
 ) -> dict[str, Any]:
-    """Return what a run of two steps with these samples leaves behind: its files, its report, its lines."""
+    """Return the files, the report and the console lines of a run of two steps with these samples."""
     path.mkdir(parents=True)
     run = RunDirectory(path)
     run.write_config("exp_name: game\nmax_steps: 2\n")
@@ -236,7 +236,7 @@ def recorded(
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_number_on_record_is_of_an_observed_token(name: str, tmp_path: Path) -> None:
-    """Preflight, metrics, console, samples, validation, summary and report: the same, whatever observed tokens say."""
+    """Preflight, metrics, console, samples, validation, summary and report do not depend on observed tokens."""
     objective, teachers = OBJECTIVES[name]
     experiences, rng = conversations(3), np.random.default_rng(3)
     if not teachers:

@@ -1,4 +1,4 @@
-"""Which groups a step learns from: the first that pass, whatever the order in which they are finished."""
+"""The selection of groups for a step: the first groups that pass, in any order of finishing."""
 
 import random
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_groups_pass_the_filters_of_their_domain(query, response, rewards, passe
 
 
 def test_where_nothing_is_compared_a_response_goes_alone() -> None:
-    """Rejection sampling, as RAFT does: what fails has no token to learn from, the others of its prompt stay."""
+    """Rejection sampling, as in RAFT: rejected samples have no trained token; other samples of the prompt are kept."""
     rewards = [RewardPlan("math", (), response_filter=MEAN)]
     passes_filter = group_filter(rewards, compared=False)
     assert [passes_filter([sample(0, k, r) for k, r in enumerate(group)]) for group in ([1, 0], [0, 0.5])] == [
@@ -90,7 +90,7 @@ def test_where_nothing_is_compared_a_response_goes_alone() -> None:
 
 
 def test_kinds_of_samples_are_filtered_apart() -> None:
-    """Answers that are all right, beside judgements that are all wrong: together they would differ, and pass."""
+    """All answers are right and all judgements are wrong: as one kind, they would differ and pass."""
     for filter_ in (MEAN, STD):
         passes = group_filter([RewardPlan("math", (), query_filter=filter_)])
         for judged, expected in (([0.0, 0.0], False), ([0.0, 1.0], True), ([None, None], False)):

@@ -1,4 +1,4 @@
-"""Rewards of steps, from experiences to advantages: against loops over trajectories, written from the definitions."""
+"""Rewards of steps, from experiences to advantages: against loops over trajectories."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,7 +72,7 @@ def returns(steps: Trajectory, gamma: float) -> list[float]:
 
 
 def normalised(value: float, peers: list[float], levels: dict[str, str | None]) -> float:
-    """Beside peers of which it is one; alone it stays what it is."""
+    """Normalise a reward among its peers, itself included; a single reward is unchanged."""
     if len(peers) > 1:
         value -= mean(peers) if levels["mean_cal_level"] else 0.0
         value /= stdev(peers) + 1e-6 if levels["std_cal_level"] else 1.0
@@ -153,7 +153,7 @@ def test_what_all_returns_of_a_group_have_in_common_changes_nothing(name: str) -
 
 
 def test_states_of_other_games_are_other_states() -> None:
-    """A map may look the same in two groups, and only chance say what comes of it; ROLL compares the two."""
+    """A map may look the same in two groups and continue differently by chance; ROLL compares the two."""
     made = games(4)
     apart = [[replace(e, state=f"{e.group_id} {e.state}") for e in steps] for steps in made]
     assert found(made, "gigpo") == found(apart, "gigpo")
@@ -208,7 +208,7 @@ def test_a_kind_that_one_run_alone_made_keeps_its_reward() -> None:
 
 
 def test_bounds_hold_the_normalised_reward() -> None:
-    """Those of asym_clip; reward_clip comes after them."""
+    """The bounds of asym_clip; reward_clip is applied after them."""
     made = [[step("a", run, 0, reward, "x")] for run, reward in enumerate([0.0] * 19 + [-9.0, 9.0])]
     plan = ObjectivePlan(reward_bounds=(-1.0, 3.0))
     plain, held = found(made, "grpo"), found(made, "grpo", plan)
@@ -249,7 +249,7 @@ def test_agentic_reinforce_discounts_turns(gamma: float) -> None:
 
 
 def test_a_token_penalty_is_one_of_its_turn() -> None:
-    """With agentic_reinforce a turn is one action, and what it costs is the sum of its tokens'; ROLL reads the last."""
+    """With agentic_reinforce, a turn is one action with the sum of its tokens' penalties; ROLL reads only the last."""
     mask = np.array([1, 1, 0, 1], bool)
     old, ref = np.array([-1.0, -2.0, 0.0, -3.0], np.float32), np.array([-1.5, -2.0, 0.0, -3.25], np.float32)
     whole = replace(step("a", 0, 0, 1.0, None), tokens=np.arange(5)).with_columns(

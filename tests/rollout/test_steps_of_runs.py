@@ -1,4 +1,4 @@
-"""Runs of several steps: what compares the runs at a prompt counts each once, whatever its number of steps."""
+"""Runs of several steps: comparisons between the runs of a prompt count each run once."""
 
 from dataclasses import replace
 
@@ -91,7 +91,7 @@ def test_an_advantage_of_a_step_is_bounded(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "opmd"])
 def test_runs_of_one_step_are_as_samples(name: str) -> None:
-    """To the bit, also in a group beside one whose runs have several."""
+    """Same bits, also if another group has runs of several steps."""
     rng = np.random.default_rng(3)
     single = [step("a", run, 0, float(rng.normal())) for run in range(5)]
     others = [step("b", run, number, float(rng.normal())) for run in range(3) for number in range(2)]

@@ -1,7 +1,7 @@
-"""Sound, permuted, shifted and truncated teachers in three games of several turns, read through Hugging Face.
+"""Sound, permuted, shifted and truncated teachers in three games of several turns, computed with Hugging Face.
 
-Most tokens of a game are the environment's, which student and teacher alike cannot predict: a mean over all of them
-hides a teacher that says nothing right.
+Most tokens of a game come from the environment, and neither student nor teacher can predict them. So a mean over all
+tokens does not show that a teacher is wrong.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ MOST_TURNS, NEW_TOKENS = 6, 8
 
 @torch.no_grad()
 def played(name: str, student: PreTrainedModel, path: Any, games: int = 10) -> list[Sample]:
-    """Return games as they are in a run: one sequence each, what the environment said masked."""
+    """Return games as in a run: one sequence per game, with masked observations."""
     tokenizer = load_tokenizer(str(path))
     found = []
     for seed in range(games):

@@ -1,4 +1,4 @@
-"""Advantages from a critic's values, beside everything else that a token's advantage is made of, from the formulas."""
+"""Advantages from a critic's values, together with all other parts of a token's advantage, against the formulas."""
 
 import math
 from dataclasses import replace

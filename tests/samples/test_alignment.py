@@ -1,4 +1,4 @@
-"""Alignment of two cuts of the same bytes against a loop over bytes, and its cost."""
+"""Alignment of two tokenizations of the same bytes against a loop over bytes, and its time."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What goes into a `Compact` comes out, in one buffer."""
+"""`Compact` returns the objects that were put into it, and stores them in one buffer."""
 
 import pickle
 from dataclasses import astuple, replace

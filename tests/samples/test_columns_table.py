@@ -1,4 +1,4 @@
-"""The table of columns: the package writes and reads no other column, and stages fill the dtypes that it says."""
+"""The table of columns: the package writes and reads only these columns, and stages set their dtypes."""
 
 import ast
 from collections.abc import Iterator, Sequence

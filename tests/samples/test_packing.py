@@ -1,4 +1,4 @@
-"""Properties of the split of sequences over ranks and micro-batches, for many random batches."""
+"""Properties of the split of sequences into ranks and micro-batches, for many random batches."""
 
 import math
 import random
@@ -280,7 +280,7 @@ def test_a_large_batch_of_families_is_planned_in_no_time() -> None:
 
 @pytest.mark.parametrize(("tensor", "context"), [(1, 1), (8, 1), (2, 4)])
 def test_little_of_a_long_tailed_batch_is_padding_or_waiting(tensor: int, context: int) -> None:
-    """Padding of packs and, for context ranks, of sequences; and what ranks that meet in each micro-batch wait for."""
+    """Padding of packs and, with context parallelism, of sequences; and waiting of ranks in each micro-batch."""
     lengths = long_tailed(8192)
     pieces = 2 * context if context > 1 else 1
     whole = [-(-length // pieces) * pieces for length in lengths]

@@ -1,4 +1,4 @@
-"""Tensors survive as numpy arrays, bf16 too."""
+"""Tensors are preserved as numpy arrays, also in bf16."""
 
 import pickle
 

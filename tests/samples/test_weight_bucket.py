@@ -1,4 +1,4 @@
-"""Shared-memory buckets: what is mapped is what was written, and nothing is left behind."""
+"""Shared-memory buckets: readers get the written values, and no memory remains."""
 
 import mmap
 import multiprocessing

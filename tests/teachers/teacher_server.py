@@ -1,4 +1,4 @@
-"""A server process with a small model of its own that speaks every protocol of a teacher, and goes wrong on request.
+"""A server process with a small model that supports all protocols of teachers, and fails on request.
 
 python teacher_server.py NAME prints its port. POST /script sets the faults of the next requests to score, or of all
 (`always`); GET /seen returns the requests. The model: the logits after a context come from a generator that the

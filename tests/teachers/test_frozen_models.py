@@ -1,4 +1,4 @@
-"""The scoring stage: order of teachers, prompts of their own, targets of an objective, and answers that do not fit."""
+"""The scoring stage: order of teachers, separate prompts, targets of an objective, and unusable answers."""
 
 import asyncio
 from collections.abc import Sequence

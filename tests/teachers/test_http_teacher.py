@@ -1,4 +1,4 @@
-"""Teachers behind a server: every protocol gives the model's log-probs, and no fault of a server gives others."""
+"""Teachers behind a server: every protocol gives the model's log-probs, and faults of a server never change them."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Views of teachers with other tokenizers: what the teacher reads, and its log-probs on the student's tokens."""
+"""Views of teachers with other tokenizers: the teacher's input, and its log-probs of the student's tokens."""
 
 import asyncio
 import json
@@ -258,7 +258,7 @@ def test_a_view_is_made_from_the_files_of_both_models() -> None:
 
 @dataclass(frozen=True)
 class BySum:
-    """A scorer whose log-prob of a token is minus its id, divided by 1000."""
+    """A scorer with the log-prob -id / 1000 for each token."""
 
     name: str
     targets: frozenset[Target] = frozenset()

@@ -1,4 +1,4 @@
-"""Teachers and students with known distributions over strings, in different tokens."""
+"""Teachers and students with known distributions over strings, and with different tokens."""
 
 import math
 from itertools import product

@@ -117,7 +117,7 @@ def test_the_same_tokenizer_returns_the_same_bits(pairs: Sequence[str]) -> None:
 @pytest.mark.parametrize("student", EVERY_BYTE)
 @pytest.mark.parametrize("teacher", EVERY_BYTE)
 def test_log_probs_are_those_of_loops_over_all_covers(student: str, teacher: str) -> None:
-    """Random top-k entries, most of which continue the text; ends of turns, observed text and cut characters."""
+    """Random top-k entries, mostly continuations of the text; ends of turns, observed text and partial characters."""
     one, other = ByteEncoder(content(student)), ByteEncoder(content(teacher))
     rng = np.random.default_rng(0)
     found = view(one, other, "<|end|>")

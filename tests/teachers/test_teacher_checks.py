@@ -1,4 +1,4 @@
-"""Ten faulty teachers and some sound ones, made of the demo's models and read through Hugging Face."""
+"""Ten faulty teachers and some sound teachers, made from the demo's models and computed with Hugging Face."""
 
 import asyncio
 import copy
@@ -46,7 +46,7 @@ class Demo:
     samples: list[Sample]
 
     def check(self, model: PreTrainedModel, *, mode: Any = "warn", **faults: Any) -> dict[str, Check]:
-        """The rows of the preflight of `model`, whose log-probs in the run have the same faults."""
+        """Return the preflight rows of `model`; its log-probs in the run have the same faults."""
         group = teacher_of(model, TEACHER, **faults)
         logger = Logger()
         preflight = preflight_of(student_of(self.student, STUDENT), group, logger.teacher_preflight, mode)
@@ -161,7 +161,7 @@ def test_a_failure_ends_the_run(demo: Demo) -> None:
 
 
 def test_a_preflight_reads_the_answers_of_rows(demo: Demo) -> None:
-    """A worked answer beside the prompt is read, too; to the sound teacher it is likelier than to the student."""
+    """A worked answer in the row is scored too; a sound teacher gives it a higher probability than the student."""
     right = "1+4+0=5,6+3+0=9,6+2+0=8\n895"
     first = [replace(demo.samples[0], extra={"solution": right})]
     row = replace(demo, samples=first).check(demo.teacher)["mean log-prob, answers"]

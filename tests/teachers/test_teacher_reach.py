@@ -1,4 +1,4 @@
-"""How far a teacher reads, against models whose context is known."""
+"""The context length that a teacher reads, for models with a known context."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ TEXTS = [RNG.integers(0, VOCAB, LENGTH) for _ in range(PARTS)]
 
 
 def read(tokens: np.ndarray, context: int) -> np.ndarray:
-    """Return what a model that reads the last `context` tokens could compute: two functions of them, order included."""
+    """Return two functions of the last `context` tokens and their order, as a model with this context could compute."""
     seen = [tokens[max(0, place - context) : place] for place in range(1, len(tokens))]
     return np.array([[-(part.sum() % 97) / 97, -np.cos(part @ np.arange(len(part), 0, -1))] for part in seen])
 

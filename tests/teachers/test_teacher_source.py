@@ -1,4 +1,4 @@
-"""A teacher whose source is no Megatron role: every reader of a plan accepts it, and counts no devices for it."""
+"""A teacher whose source is not a Megatron role: all readers of a plan support it, and plan no devices for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Teachers of Tinker's service: the package `tinker` runs, against a local server that speaks its protocol."""
+"""Teachers in Tinker's service: the package `tinker` with a local server that implements its protocol."""
 
 import asyncio
 from collections.abc import Iterator

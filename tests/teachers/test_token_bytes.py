@@ -1,4 +1,4 @@
-"""Bytes of tokens and tokens of bytes, over the kinds of tokenizers that models ship."""
+"""Conversion between tokens and bytes, for the kinds of tokenizers that models use."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that models ship, trained on a few lines, as contents of tokenizer.json."""
+"""Tokenizers of the kinds that models use, trained on a few lines, as contents of tokenizer.json."""
 
 import json
 from functools import cache

@@ -1,4 +1,4 @@
-"""Which metrics get a chart: against a slow look at all of their values."""
+"""The choice of metrics that get a chart, against a slow search of all of their values."""
 
 import random
 

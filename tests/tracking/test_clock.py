@@ -1,4 +1,4 @@
-"""The phase clock: exclusive phases that sum to the step, whatever nests or overlaps."""
+"""The phase clock: exclusive phases whose sum is the step, with nested and overlapping phases."""
 
 import asyncio
 import threading
@@ -95,7 +95,7 @@ def test_real_time_from_several_threads_still_sums() -> None:
 
 
 def test_concurrent_tasks_have_phases_of_their_own() -> None:
-    """Sampling of the next batch goes on while this one is learned from: both count in full, the step once."""
+    """The next batch is sampled while this batch is trained on: both phases count in full, the step counts once."""
     time = Time()
     clock = PhaseClock(time)
 

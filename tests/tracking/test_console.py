@@ -1,4 +1,4 @@
-"""The console: what a user reads of a run, in a terminal of any width."""
+"""The console output of a run, in terminals of any width."""
 
 import ast
 import io
@@ -219,7 +219,7 @@ def test_the_ratio_to_the_teacher_has_its_uncertainty() -> None:
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_the_script_that_loads_a_model_is_python(is_chat: bool) -> None:
-    """What it starts is below its main guard; a model without a chat template continues a text."""
+    """The script has a main guard; with a model without a chat template, it continues a text."""
     code = "\n".join(loading('a "b"\\ü/hf', "4+5=", is_chat=is_chat))
     model_dir = compile(code, "shown", "exec").co_consts
     assert 'a "b"\\ü/hf' in model_dir

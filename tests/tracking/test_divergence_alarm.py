@@ -1,4 +1,4 @@
-"""When the alarms of a run sound, and when a similar change is learning or noise."""
+"""The alarms of a run: when they are given, and when a similar change is learning or noise."""
 
 import json
 import time
@@ -38,7 +38,7 @@ def sounded(rows: list[dict], *, is_itself: bool = True, remedies: Remedies | No
 
 
 def run(first: dict, last: dict, steps: int = 30, noise: float = 0.02, seed: int = 0) -> list[dict]:
-    """Return the rows of a run whose metrics go from one to the other between its thirds, with noise of their size."""
+    """Return rows whose metrics change from one value to the other between the thirds of the run, with noise."""
     rng = np.random.default_rng(seed)
     shares = np.clip(np.arange(steps) * 3 / steps - 1, 0, 1)
     return [
@@ -80,7 +80,7 @@ def test_a_collapse_of_one_metric_sounds_its_alarms(change: dict, expected: set)
 def test_samples_far_from_the_student_sound_the_alarm_once(
     shares: list[float | None], kl: float, sounds_after: int | None
 ) -> None:
-    """Whatever the reward does."""
+    """With any reward."""
     alarm = DivergenceAlarm(is_itself=False, remedies=Remedies(fresher=("lower async_generation_ratio (8)",)))
     found = {step: alarm.after({ESS: share, KL: kl, REWARD: step / 9}) for step, share in enumerate(shares, 1)}
     assert [step for step, texts in found.items() if texts] == ([sounds_after] if sounds_after else [])
@@ -139,7 +139,7 @@ def test_rewards_drawn_at_random_sound_no_alarm() -> None:
 
 
 def test_alarms_of_recorded_runs() -> None:
-    """Runs of the demo whose validation says which ones have collapsed."""
+    """Runs of the demo; their validation shows which runs have collapsed."""
     expected = {
         "frozen": (set(), set()),
         "frozen, no hint": (set(), set()),
@@ -167,7 +167,7 @@ def truncated(shares: np.ndarray, lengths: np.ndarray, rewards: np.ndarray, seed
 
 
 def test_growing_truncated_answers_sound_the_alarm() -> None:
-    """Slowly, suddenly, from any share, whatever the reward does."""
+    """Slowly or suddenly, from any fraction, with any reward."""
     t = np.arange(100) / 100
     rise = np.clip(2 * t - 0.5, 0, 1)
     curves = [0.02 + 0.4 * t, 0.02 + 0.5 * (t > 0.6), 0.3 + 0.5 * rise, np.where(t < 0.1, 0.3, 0.05 + 0.4 * rise)]
@@ -245,7 +245,7 @@ def test_agreement_estimates_what_two_distributions_share() -> None:
 
 
 def test_a_long_run_is_tested_less_often() -> None:
-    """A resumed run gives all of its steps to the alarm before it goes on."""
+    """A resumed run passes all of its steps to the alarm before it continues."""
     alarm = DivergenceAlarm(is_itself=False)
     rows = [{ENTROPY: 1.0 + step % 3, LENGTH: 9.0, REWARD: 0.5, TRUNCATED: 0.1} for step in range(3000)]
     began = time.process_time()

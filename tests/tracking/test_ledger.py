@@ -1,4 +1,4 @@
-"""The ledger of prompts: an audit finds every draw that is lost, repeated or changed."""
+"""The ledger of prompts: an audit finds every lost, repeated or changed draw."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Metrics of distillation against a loop over tokens, and the denominators that are easy to get wrong."""
+"""Metrics of distillation against a loop over tokens, and denominators that are easily wrong."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""docs/metrics.md has every metric that the code can name, and no other."""
+"""docs/metrics.md lists exactly the metrics that the code can write."""
 
 import ast
 import re
@@ -37,7 +37,7 @@ def expanded(name: str) -> list[str]:
 
 
 def page() -> dict[str, re.Pattern[str]]:
-    """Entry -> what it matches."""
+    """Return entry -> pattern of metric names."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     entries = [entry for name in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE) for entry in expanded(name)]
     assert len(entries) == len(set(entries))
@@ -89,7 +89,7 @@ def game_metrics() -> dict[str, float]:
 
 
 def written(path: Path) -> Iterator[str]:
-    """The texts of a source file that look like a metric or the stem of some, `*` for what is filled in."""
+    """Return the texts of a source file that look like metrics or prefixes of metrics; `*` replaces inserted values."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
             text = "".join(part.value if isinstance(part, ast.Constant) else ANY for part in node.values)

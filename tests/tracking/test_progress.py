@@ -1,4 +1,4 @@
-"""What a long step is doing: counted, and shown rarely or in place."""
+"""The progress of a long step: counted, and shown rarely or in place."""
 
 import threading
 import time

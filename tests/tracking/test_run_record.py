@@ -1,4 +1,4 @@
-"""The run directory and the summary: what a run leaves behind, killed and resumed or not."""
+"""The run directory and the summary of a run, also after a kill and a resume."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_resume_cuts_back_to_the_step(tmp_path: Path) -> None:
 
 
 def test_a_resume_renames_later_checkpoints(tmp_path: Path) -> None:
-    """What goes on from step 2 does not come after them: neither `newest` nor `max_ckpt_to_keep` may count them."""
+    """The run continues from step 2, so neither `newest` nor `max_ckpt_to_keep` may count the later checkpoints."""
     run = RunDirectory.create(tmp_path, "exp")
     for attempt in (1, 2):
         for step in (2, 9, 10):

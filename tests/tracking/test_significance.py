@@ -133,7 +133,7 @@ def test_the_limit_of_the_evidence_is_exceeded_by_few_runs_without_a_change() ->
 
 
 def test_standard_errors_on_record_are_respected() -> None:
-    """Rewards that happen to agree from step to step, while their prompts say how uncertain each mean is."""
+    """Rewards agree by chance from step to step, and the recorded errors show how uncertain each mean is."""
     curve = np.array([LOSING["suddenly"](at(100))])
     assert sounded(curve) == 1
     assert sounded(curve, np.full((1, 100), 0.3**2)) == 0

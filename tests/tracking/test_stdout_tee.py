@@ -1,4 +1,4 @@
-"""The record of what a run prints: as it is read in a terminal, whatever was printed, and whoever did."""
+"""The record of a run's output: as a terminal shows it, for any output of any process."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""W&B, SwanLab and MLflow themselves, without a network: what they leave on disk, and a server that is dead."""
+"""The packages of W&B, SwanLab and MLflow without a network: their files on disk, and an unreachable server."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ EXTRA = "an optional tracker: pip install 'roll_opd[{}]'"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A run of nobody who is logged in anywhere."""
+    """Return a run without any login."""
     for name in os.environ:
         if name.startswith(("WANDB_", "SWANLAB_", "MLFLOW_")):
             monkeypatch.delenv(name)

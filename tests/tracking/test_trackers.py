@@ -1,4 +1,4 @@
-"""Trackers as a run meets them: that agree, are resumed, fail, hang, or are the user's own."""
+"""Trackers in a run: consistent, resumed, failing, hanging, or written by the user."""
 
 import subprocess
 import sys
@@ -72,7 +72,7 @@ sys.modules["test_trackers"] = sys.modules[__name__]
 
 
 class Recorder:
-    """Keeps what it is given."""
+    """Records its arguments."""
 
     made: "Recorder"
 

@@ -1,4 +1,4 @@
-"""Model FLOPs of a step's updates, and their share of a GPU's peak."""
+"""Model FLOPs of a step's updates, and their fraction of a GPU's peak rate."""
 
 import stat
 from dataclasses import replace

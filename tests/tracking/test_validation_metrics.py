@@ -1,4 +1,4 @@
-"""avg@k and pass@k against drawing every set of k answers."""
+"""avg@k and pass@k against an enumeration of all sets of k answers."""
 
 from dataclasses import replace
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""What several tests of this room measure."""
+"""Measurements that several tests of this directory share."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Conversations of several turns: what is learned from are the tokens that were sampled, and each of them once."""
+"""Conversations of several turns: the sampled tokens are trained on, each of them once."""
 
 import asyncio
 import contextvars
@@ -51,7 +51,7 @@ async def three_turns(model: ModelWrapper) -> tuple[list, list]:
 
 
 def test_a_conversation_goes_on_with_the_tokens_that_were_sampled(tokenizer: Any) -> None:
-    """Two tokenisations of one text: "57" sampled as two tokens stays two tokens."""
+    """Two tokenisations of one text: "57", sampled as two tokens, remains two tokens."""
     engine = Sampled(tokenizer, ["3+6+0=9,2+5+0=7<|end|>", "15<|end|>", "10<|end|>"])
     messages, ((branch,), whole) = play(engine, tokenizer, three_turns)
     for made in (branch, whole):
@@ -83,7 +83,7 @@ def test_a_conversation_has_the_versions_of_its_responses_and_none_between(token
 
 @pytest.mark.parametrize("seed", range(40))
 def test_sampled_text_is_never_made_tokens_again(tokenizer: Any, seed: int) -> None:
-    """Whatever was sampled, special tokens and halves of characters too: a turn continues it exactly, or not at all."""
+    """A turn continues any sampled tokens exactly or not at all, also special tokens and partial characters."""
     engine = Sampled(tokenizer, seed=seed)
     _, (branches, _) = play(engine, tokenizer, unconverted)
     for prompt, completion in zip(engine.asked, engine.answered, strict=True):
@@ -181,7 +181,7 @@ def test_seeds_differ_by_run_and_call_and_begin_as_those_of_a_single_turn() -> N
 
 
 def test_a_teacher_reads_its_own_words_around_what_was_asked_first(tokenizer: Any) -> None:
-    """Whatever a run returns begins with a prompt of its own; what it did not ask, no teacher can be asked about."""
+    """Each experience starts with a prompt of the run; teachers cannot score prompts that the run did not send."""
     tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
     hint = ContextPlan(hint="{prompt} ({ground_truth}, {n})", name="t", key="teacher", prompt_length=60)
     row = Prompt("p", 0, "tag", np.array([1]), "8", FrozenDict({"n": 5}))

@@ -1,4 +1,4 @@
-"""A thousand trajectories: every sampled token is learned from once, behind the very tokens that it followed."""
+"""A thousand trajectories: every sampled token is trained on once, after exactly the tokens that preceded it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class Rambling(Sampled):
 
 
 def learned_once(made: Sequence[Experience], engine: Rambling) -> None:
-    """Hold what is learned against what was sampled: every response once, whole, and behind what it answered."""
+    """Compare trained with sampled tokens: every response once, complete, and after the text that it answered."""
     left = list(zip(engine.asked, engine.answered, strict=True))
     for one in made:
         tokens = one.tokens.numpy()

@@ -66,7 +66,7 @@ class Counting:
 
 @ENVIRONMENTS.register("faulty")
 class Faulty(Counting):
-    """Does `what` in its second step."""
+    """Executes `what` in its second step."""
 
     def __init__(self, what: str = "") -> None:
         super().__init__()

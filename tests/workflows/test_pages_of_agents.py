@@ -1,6 +1,6 @@
-"""docs/verifiers.md, docs/openenv.md and docs/nemo-gym.md: their code, with the packages that they are about.
+"""docs/verifiers.md, docs/openenv.md and docs/nemo-gym.md: their code, run with the packages that they describe.
 
-What is there without those is tested anywhere; the rest is skipped where they are not installed.
+Tests that need a package are skipped if it is not installed.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory on sys.path, whose modules are forgotten afterwards."""
+    """Return a directory on sys.path; its modules are unloaded afterwards."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -44,7 +44,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def sums(plugins: Path) -> Any:
-    """The agent of the page, beside its environment."""
+    """Return the page's agent, in the directory of its environment."""
     pytest.importorskip("verifiers.v1", reason=VERIFIERS)
     for name, code in zip(("sums_env", "sums_agent"), blocks("verifiers.md", "python"), strict=True):
         (plugins / f"{name}.py").write_text(code)
@@ -52,7 +52,7 @@ def sums(plugins: Path) -> Any:
 
 
 def test_rollouts_of_verifiers_are_what_was_sampled(tokenizer: Any, sums: Any) -> None:
-    """Three at once, each in a session of its own; the reward is that of the environment's two, weighted."""
+    """Three concurrent rollouts in separate sessions; the reward is the weighted sum of two rewards."""
     (arguments,) = (yaml.safe_load(text)["workflow_args"] for text in blocks("verifiers.md", "yaml"))
     _, tasks = sums.environment()
     right = tasks[5].data.answer
@@ -105,7 +105,7 @@ def walk(plugins: Path) -> Iterator[str]:
 
 
 def test_a_game_of_openenv_plays(walk: str) -> None:
-    """Two at once do not mix, a seed begins the same game, and one that has ended is reset."""
+    """Two concurrent games are independent, a seed gives the same game, and a finished game is reset."""
     (page,) = (yaml.safe_load(text)["custom_envs"]["Walk"] for text in blocks("openenv.md", "yaml"))
     config = {**page["env_config"], "url": walk}
     assert check(page["env_type"], config) == [] and "known are url" in check(page["env_type"], {"uri": walk})[0]

@@ -1,4 +1,4 @@
-"""Whose rewards count in a run by workflow: those of its class, or those of the configuration."""
+"""The source of rewards in a run of a workflow: the workflow's class, or the configuration."""
 
 from pathlib import Path
 

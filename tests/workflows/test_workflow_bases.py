@@ -1,4 +1,4 @@
-"""Workflows of several turns and of several steps: what the bases make of a run, and what advantages make of that."""
+"""Workflows of several turns and several steps: the experiences of the base classes, and their advantages."""
 
 import asyncio
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_all_steps_have_the_reward_of_the_end(kind: Any, tokenizer: Any) -> None
 
 
 def test_steps_by_an_openai_client(tokenizer: Any) -> None:
-    """An instance that serves two runs asks for each with a client of that run's own."""
+    """An instance that serves two runs uses the client of each run for its calls."""
 
     class Clients(Stepped):
         def step(self, step_num: int) -> bool:
@@ -177,7 +177,7 @@ def experience(run: int, step: int, reward: float, tokens: int = 2) -> Experienc
 @pytest.mark.parametrize("enable_step_norm", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_advantages_of_steps_compare_the_last_ones_of_their_runs(seed: int, enable_step_norm: bool) -> None:
-    """In whatever order a workflow returns its steps: naively, the rewards of the runs' last steps are compared."""
+    """For any order of the returned steps; the reference compares the rewards of the runs' last steps."""
     rng = np.random.default_rng(seed)
     runs = int(rng.integers(2, 5))
     made = [

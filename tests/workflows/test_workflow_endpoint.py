@@ -1,4 +1,4 @@
-"""The policy behind an OpenAI address: unmodified clients, the tokens that they get, and their errors."""
+"""The policy behind an OpenAI address: unmodified clients, their tokens and their errors."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ CALLING = '<tool_call>{"name":"add",  "arguments":{"a":1,"b":2}}</tool_call><|en
 
 
 class Served:
-    """An endpoint over an engine of which all is known."""
+    """An endpoint with an engine whose answers are known."""
 
     def __init__(self, engine: Sampled, tokenizer: Any, **settings: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -50,7 +50,7 @@ class Served:
         self.engine = engine
 
     def run(self, number: int = 0) -> RunState:
-        """Return a new run, which this task asks for from now on."""
+        """Return a new run, to which the following requests of this task belong."""
         state = RunState(number, (7, number), (0,), SamplingPlan(max_new_tokens=9))
         RUN.set(state)
         return state
@@ -71,7 +71,7 @@ def tokenizer() -> Any:
 
 
 def by_hand(served: Served) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return tokens, mask and log-probs of a conversation without branches, from what the engine was asked and said."""
+    """Return tokens, mask and log-probs of a conversation without branches, from the engine's requests and answers."""
     *_, asked = served.engine.asked
     *_, last = served.engine.answered
     tokens = np.concatenate([asked, last.tokens])
@@ -557,7 +557,7 @@ def test_a_program_that_fails_is_reported_and_one_that_is_not_awaited_is_ended(t
 
 
 def test_an_answer_that_cannot_be_sent_is_not_learned_from(tokenizer: Any) -> None:
-    """Whatever the reason: the client asks again, and what it got is what counts."""
+    """For any reason: the client repeats the request, and only the answer that it received is trained on."""
 
     async def script(served: Served) -> None:
         state = served.run()
@@ -712,7 +712,7 @@ def test_models_say_how_a_client_is_to_ask_them(tokenizer: Any) -> None:
 
 
 def test_the_length_of_messages_is_that_of_the_prompt(tokenizer: Any) -> None:
-    """Of the very tokens that `chat` would ask with; a model beside the policy counts by the template alone."""
+    """The tokens are those that `chat` would send; for another model than the policy, the template decides."""
 
     async def script(served: Served) -> None:
         state = served.run()

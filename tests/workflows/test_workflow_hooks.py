@@ -1,4 +1,4 @@
-"""Hooks of Trinity-RFT's workflow classes: each is called as there, or refused by name before anything starts."""
+"""Hooks of Trinity-RFT's workflow classes: called as in Trinity-RFT, or refused by name before a run starts."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Workflows in the shapes that Trinity-RFT's own have, older and newer: what they do beside what is documented."""
+"""Workflows in the forms of Trinity-RFT's own workflows, old and new, with their undocumented behaviour."""
 
 import asyncio
 import copy
@@ -94,7 +94,7 @@ def made_by(kind: Any, engine: Asked, runs: int = 1, **task: Any) -> list[Experi
 
 
 class Older(SimpleWorkflow):
-    """Writes its own `rollout_args`, and leaves out what its base would read."""
+    """Sets `rollout_args` itself, and omits keys that its base class would read."""
 
     def reset(self, task: Task) -> None:
         self.task_desc, self.truth = task.task_desc, task.truth
@@ -212,7 +212,7 @@ def test_a_question_that_is_elsewhere_in_the_row(engine: Asked) -> None:
 
 
 class Given(RewardFn):
-    """Takes what it names, and nothing else."""
+    """Accepts only the arguments that it names."""
 
     def __call__(self, response: str, truth: str, with_think: bool, response_token: Any, prompt: str) -> dict:
         assert (response, truth, with_think, prompt) == ("46", "46", True, "12+34=")
@@ -220,7 +220,7 @@ class Given(RewardFn):
 
 
 class GivenAll(RewardFn):
-    """Takes whatever there is."""
+    """Accepts all arguments."""
 
     def __call__(self, **given: Any) -> dict[str, float]:
         assert given.keys() >= {"response", "truth", "prompt", "response_token", "info"}

@@ -1,7 +1,8 @@
 """Connection between two hosts. It transfers JSON objects, one per line, and heartbeats.
 
 If heartbeats are missing, the host was lost by a power failure or a network failure. A packet loss of 20 s is not
-treated as a failure, because TCP sends the lost packets again after at most 26 s. The timeout is longer than this.
+treated as a failure, because TCP sends the lost packets again after at most 26 s. The timeout is longer than these 26
+s.
 """
 
 import json

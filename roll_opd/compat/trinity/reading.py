@@ -66,7 +66,7 @@ class Translation:
     def either(self, key: str, default: Any) -> tuple[Any, str]:
         """Return (value, key) of a Trinity-RFT key; (default, "") if it is not set.
 
-        Both are arguments of `put`.
+        The caller passes both to `put`.
         """
         return self.first(key, default=default)
 

@@ -1,4 +1,4 @@
-"""Trainers that give their memory back between all that they do."""
+"""Trainers that offload their memory between all calls."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ TURNS = [
 
 @jobs
 def turns_jobs() -> list[Job]:
-    """Those of `TURNS`: what another job trains, with memory that comes and goes."""
+    """The jobs of `TURNS`: the training of another job, with memory that is offloaded and loaded."""
     found = []
     for layout, model, distributed, tokens, dtype in TURNS:
         same = lora_job(layout) if dtype == "lora" else train_job(layout, model, distributed, tokens)
@@ -39,7 +39,7 @@ def turns_jobs() -> list[Job]:
 
 @operation
 def turns(job: Job, root: Path) -> None:
-    """Train as the job `as` does, while memory comes and goes between all that is done."""
+    """Train like the job `as`, and offload and load the memory between all calls."""
     if job["as"].startswith("lora"):
         trainer = adapters_of(job, root)
         objective, count = "opd", 12
