@@ -39,13 +39,13 @@ def batch(seed: int, *, equal: bool = False) -> RewardBatch:
 
 
 def families(made: RewardBatch, level: str | None) -> list[list[int]]:
-    """For each sample, the samples it is compared with."""
+    """Return, for each sample, the samples with which it is compared."""
     every = range(len(made.groups))
     return [[n for n in every if level == "batch" or made.groups[n] == made.groups[i]] for i in every]
 
 
 def mean_and_std(values: list[float]) -> tuple[float, float]:
-    """Of GRPO: a group of one has 0 and 1."""
+    """Return mean and std as in GRPO: 0 and 1 for a group of one sample."""
     return (statistics.mean(values), statistics.stdev(values) + 1e-6) if len(values) > 1 else (0.0, 1.0)
 
 
@@ -91,7 +91,7 @@ def naive_step_wise_grpo(made, std_cal_level="group", std_threshold=None, enable
 
 
 def naive_returns(made, gamma):
-    """Of each step: its reward, and gamma to the k-th power of that of the k-th step after it."""
+    """Return, for each step, the sum over k of gamma^k times the reward of the k-th step after it."""
     runs, rewards = list(zip(made.groups, made.runs, strict=True)), made.rewards_B.tolist()
     found = []
     for i, run in enumerate(runs):
@@ -246,7 +246,7 @@ def test_equals_its_formula(name: str, arguments: dict) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "step_wise_grpo"])
 def test_flat_groups_and_groups_of_one_are_dropped(name: str) -> None:
-    """As Trinity-RFT takes them out of its batch; d is flat, b alone. Of steps, d has one run."""
+    """As in Trinity-RFT: d is flat, b has one sample. As steps, d has one run."""
     found = ADVANTAGES[name](batch(1), std_threshold=0.0)
     assert found.dropped.tolist() == [group in "bd" for group in GROUPS]
     assert not found.rewards[found.dropped].any()
@@ -256,7 +256,7 @@ def test_flat_groups_and_groups_of_one_are_dropped(name: str) -> None:
 
 @case
 def test_order_of_groups_does_not_matter(name: str, arguments: dict) -> None:
-    """Within a group it does, where one of equals must be chosen: the last step of a run, a surplus sample."""
+    """Order within a group matters only for a choice between equal samples: last step of a run, surplus sample."""
     made = batch(3)
     order = [n for group in "dbca" for n in range(len(GROUPS)) if GROUPS[n] == group]
     moved = RewardBatch(

@@ -15,7 +15,7 @@ def random(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def masks(seed: int) -> list[torch.Tensor]:
-    """Of several lengths; one without an action, one without a token."""
+    """Return masks of several lengths; one without an action, one without a token."""
     lengths = [7, 1, 12, 0, 5, 9]
     drawn = [random(seed + index, length) > -0.5 for index, length in enumerate(lengths)]
     drawn[4][:] = False
@@ -53,7 +53,7 @@ def test_weighted_sum_is_the_mean_that_the_mode_names(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_split_changes_the_total(mode: str) -> None:
-    """Weights are fixed before the split, so parts in any order and of any size add up to the whole."""
+    """Weights are fixed before the split, so parts in any order and of any size have the same sum as the batch."""
     rows = masks(3)
     values = [random(90 + index, len(mask)) for index, mask in enumerate(rows)]
     weights = token_weights(rows, mode, normaliser=11.0)
@@ -113,7 +113,7 @@ def test_penalty_of_several_teachers() -> None:
 @pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("lengths", [[5, 0, 1, 9], [15], [1] * 15, [0, 15, 0]])
 def test_discounted_to_go(lengths: list[int], discount: float) -> None:
-    """Within each sequence, over its action tokens alone; nothing flows over a boundary, or from off the mask."""
+    """Sums are over the action tokens of each sequence only, not over boundaries or masked tokens."""
     mask = random(14, sum(lengths)) > -0.3
     values = torch.where(mask, random(13, sum(lengths)), math.nan)
     found = discounted_to_go(values, mask, lengths, discount)

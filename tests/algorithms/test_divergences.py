@@ -67,7 +67,7 @@ def test_divergences_equal_their_formulas(name: str, arguments: dict, spread: fl
 
 @every
 def test_gradient_is_that_of_the_value(name: str, arguments: dict) -> None:
-    """By the log-probs of every column alone, and through a softmax."""
+    """With respect to the log-probs of each column, and through a softmax."""
     student, teacher = pair(4, 7, 2.0)
     measure = divergence(name, **arguments)
     assert torch.autograd.gradcheck(lambda x: measure(x, teacher), student.clone().requires_grad_())
@@ -122,7 +122,7 @@ def test_parameters_out_of_range_are_refused(arguments: dict) -> None:
 
 
 def with_rest(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Those of the tokens, and last that of all others together."""
+    """Return the probabilities of the tokens, followed by the probability of all other tokens together."""
     others = torch.ones_like(logprobs, dtype=torch.bool).scatter(1, ids, False)
     rest = logprobs.masked_fill(~others, -math.inf).logsumexp(1)
     return torch.cat([logprobs.gather(1, ids), rest[:, None]], 1)
@@ -130,7 +130,7 @@ def with_rest(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @every
 def test_topk_with_its_tail(name: str, arguments: dict) -> None:
-    """Against the formula on K + 1 buckets; a lower bound of the whole, never negative, and the whole for K = V."""
+    """Against the formula on K + 1 buckets; never negative, at most the full divergence, and equal to it for K = V."""
     columns, measure = 13, divergence(name, **arguments)
     student, teacher = pair(8, columns, 2.0)
     whole = measure(student, teacher)

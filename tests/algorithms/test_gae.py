@@ -10,7 +10,7 @@ LENGTHS = (7, 1, 0, 5, 1, 12)
 
 
 def inputs(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards, values and a mask: holes, a sequence without any action, garbage off the mask."""
+    """Return rewards, values and a mask: gaps, a sequence without any action, arbitrary values outside the mask."""
     generator = torch.Generator().manual_seed(seed)
     size = sum(LENGTHS)
     mask = torch.rand(size, generator=generator) < 0.7
@@ -23,7 +23,7 @@ def inputs(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def naive(
     rewards: list[float], values: list[float], mask: list[bool], gamma: float, lambd: float
 ) -> tuple[list[float], list[float]]:
-    """One sequence, each advantage from its own sum."""
+    """Return the advantages of one sequence, each from a separate sum."""
     actions = [t for t, chosen in enumerate(mask) if chosen]
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
     for k, t in enumerate(actions):

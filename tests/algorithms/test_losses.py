@@ -91,7 +91,7 @@ def sequences(made: LossBatch) -> list[Sequence]:
 
 
 def part(made: LossBatch, numbers: list[int]) -> LossBatch:
-    """Only these sequences, in this order."""
+    """Return the batch with only these sequences, in this order."""
     starts = [sum(made.lengths[:number]) for number in numbers]
     places = torch.cat([torch.arange(s, s + made.lengths[n]) for s, n in zip(starts, numbers, strict=True)]).long()
     picked = {name: values[places] for name, values in vars(made).items() if isinstance(values, torch.Tensor)}
@@ -259,7 +259,7 @@ def one(ratio: list[float], advantages: list[float]) -> LossBatch:
 
 
 def test_every_branch_of_ppo_by_hand() -> None:
-    """Inside, clipped above, below, not clipped where it hurts, dual clip; clipped, there is no gradient."""
+    """Inside the bounds, clipped above or below, outside but not clipped, dual clip; no gradient if clipped."""
     made = one([1.1, 1.5, 0.5, 0.5, 1.5, 9.0], [2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
     loss = POLICY_LOSSES["ppo"](made)
     torch.testing.assert_close(loss.detach(), torch.tensor([-2.2, -2.4, -1.0, 1.6, 3.0, 6.0]))

@@ -269,6 +269,6 @@ def test_token_level_kl_has_the_coefficient_that_it_was_given() -> None:
 
 
 def test_a_clip_does_not_make_finite_what_is_not() -> None:
-    """Nobody would notice, and learn from it."""
+    """Otherwise the run would train on such a value without an error."""
     values = torch.tensor([math.inf, -math.inf, math.nan, 3.0, -0.2])
     assert clipped(values, 1.0).tolist() == pytest.approx([math.inf, -math.inf, math.nan, 1.0, -0.2], nan_ok=True)

@@ -88,7 +88,7 @@ def test_a_python_of_another_version_ends_with_one_line(python: str, checkout: P
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [None, *other_pythons()])
 def test_venv_is_used_from_everywhere(other: str | None, checkout: Path, bare: Path, tmp_path: Path) -> None:
-    """.venv is a link to the environment of these tests; arguments arrive, and paths lead from where one is."""
+    """.venv links to these tests' environment; arguments are passed on, and paths start at the current directory."""
     (checkout / ".venv").symlink_to(sys.prefix)
     (tmp_path / "elsewhere").mkdir()
     command = [*ways(checkout, other or bare)[0], "--config", "no file.yaml", "a=1"]

@@ -40,7 +40,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(demo: Path, worker: str, *more: str) -> str:
-    """Return the worker's dotted path in the plan; ConfigError where the plan is refused."""
+    """Return the worker's dotted path in the plan; ConfigError if the plan is refused."""
     overrides = [f"rewards.math_rule.worker_cls={worker}", *more]
     return load_plan(str(demo), "rlvr", overrides, runnable=False).rewards[0].terms[0].worker
 

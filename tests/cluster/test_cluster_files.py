@@ -113,7 +113,7 @@ def test_the_slurm_job_asks_for_one_task_a_host_and_for_time_to_save() -> None:
 
 @pytest.mark.slow
 def test_the_slurm_job_ends_with_the_exit_code_of_the_command(job: dict[str, str], tmp_path: Path) -> None:
-    """The command itself, as far as two hosts of one machine go: its configuration has a key too many."""
+    """The command itself, on two simulated hosts; its configuration has an unknown key."""
     python = tmp_path / "submitted" / ".venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     config = CLUSTERS.parent / "demo" / "onpolicy_distill.yaml"

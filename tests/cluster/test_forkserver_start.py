@@ -240,7 +240,7 @@ def test_a_server_sets_import_time_variables_and_a_differing_role_starts_cold(
 
 @pytest.mark.nightly  # on every push: which variables a server has, above; two servers import for 8 s each
 def test_variables_of_a_run_are_in_the_server_as_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hash seed is read by the interpreter as it starts, PYTHONPATH too; a role with another seed begins cold."""
+    """The interpreter reads the hash seed and PYTHONPATH at its start; a role with another seed is not a fork."""
     (tmp_path / "found.py").write_text("")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     run = {"PYTHONHASHSEED": "7", "PYTHONPATH": str(tmp_path), "NCCL_DEBUG": "INFO", "TMPDIR": str(tmp_path)}

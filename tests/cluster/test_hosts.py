@@ -22,7 +22,7 @@ FACTS: dict[str, Any] = {"name": "b", "gpus": 0, "versions": {"python": "3.11.7"
 
 
 class Other:
-    """A host as a test plays it."""
+    """A host that a test controls."""
 
     def __init__(self, port: int, rank: int = 1, **facts: Any) -> None:
         self.inbox: queue.Queue[Any] = queue.Queue()

@@ -11,7 +11,7 @@ from roll_opd.cluster.ray_environment import MAX_LENGTH, run_temp_directory
 
 
 class Removing:
-    """In the place of the reaper, which is a process: removes nothing before the end of a test."""
+    """Replaces the reaper process: removes nothing before the end of a test."""
 
     def __init__(self) -> None:
         self.directories: list[Path] = []

@@ -148,7 +148,7 @@ def test_the_package_runs_as_a_module(words: tuple[str, ...], code: int, said: s
 
 
 def test_the_demo_leads_to_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its configurations plan, from their directory and from another, with models and rows of that directory."""
+    """All its configurations can be planned from any directory, with models and rows of the demo's directory."""
     there = tmp_path / "my demo"
     assert main.main(["demo", str(there)]) == 0
     assert {file.name for file in there.glob("*.yaml")} == {file.name for file in DEMO.glob("*.yaml")}
@@ -200,7 +200,7 @@ def test_the_page_names_every_command_and_option(capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["cli.md", "quickstart.md"])
 def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each ends with 0; of `run`, the plan does. tests/pipelines/test_runs.py runs the quickstart's to its end."""
+    """Each has exit code 0; `run` is only planned. tests/pipelines/test_runs.py executes the quickstart's run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["roll-opd"])
     for command, *words in commands(page):

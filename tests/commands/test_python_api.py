@@ -86,7 +86,7 @@ PUTS_AWAY = "import time\nprint('ready', flush=True)\ntry: time.sleep(60)\nexcep
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C as in a terminal, also where a shell started the tests in the background and so made them deaf to it."""
+    """Enable Ctrl-C as in a terminal, also if a shell started the tests in the background and thereby disabled it."""
     outer = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, outer)
@@ -106,7 +106,7 @@ def test_an_interrupt_ends_the_run_as_in_a_terminal(capfd: pytest.CaptureFixture
 
 
 def test_what_a_run_has_started_does_not_hold_up_its_end() -> None:
-    """A process that keeps the output open after the run's own end."""
+    """A process may keep the output open after the end of the run."""
     program = "import subprocess\nprint(subprocess.Popen(['sleep', '30']).pid)"
     started = time.monotonic()
     code, output = python_api._run_and_show([sys.executable, "-c", program], {"PATH": "/usr/bin:/bin"})

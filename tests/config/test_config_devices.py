@@ -64,7 +64,7 @@ def test_one_core_is_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_teachers_with_the_same_weights_are_loaded_once(plan: Plan, values: dict[str, Any]) -> None:
-    """Where devices, layout and limits are the same, too; each has its own tags and coefficient."""
+    """Also devices, layout and limits must be the same; tags and coefficients may differ."""
     values["is_offload_states"] = False  # or those that share devices would be there one after another
     once, single = device_memory(plan()), values["teacher"]
     special = {**single, "tag_included": ["math"], "opd_kl_coef": 0.25}

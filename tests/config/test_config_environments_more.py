@@ -14,7 +14,7 @@ BY_STEP = f"{MANAGERS}.step_env_manager.StepEnvManager"
 
 
 def games(more: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """Changes of the base configuration that make it play one game, tagged Lake."""
+    """Return changes of the base configuration for a run in one game with the tag Lake."""
     lake = {"env_type": "frozen_lake", "max_steps": 4, **settings}
     return {
         "custom_envs": {"Lake": lake},

@@ -179,7 +179,7 @@ def test_tokens_of_a_batch_that_vllm_refuses(
     problems: Callable[..., list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a GPU, or engines of a cluster that is joined, prompts are cut in two unless it is written."""
+    """With a GPU or a joined cluster, vLLM splits prompts unless the key is set."""
     monkeypatch.setattr(hardware, "has_gpu_driver", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     changes = {f"{ENGINE}.{key}": value for key, value in options.items()}

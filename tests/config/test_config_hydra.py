@@ -149,7 +149,7 @@ def test_another_text_is_refused_with_the_quotes_to_write(value: str) -> None:
 @pytest.mark.parametrize("name", ["onpolicy_distill", "hints", "rlvr_opd"])
 @pytest.mark.parametrize("choice", ["hydra/launcher=basic", "hydra.run.dir=/nowhere"])
 def test_hydras_own_part_changes_no_value(name: str, choice: str) -> None:
-    """It is composed only where it is chosen from or overridden, since composing it takes most of the time."""
+    """It is composed only if it is selected or overridden, because composing it takes most of the time."""
     overrides = ["max_steps=7", "+system_envs.A=b"]
     short, whole = (load_config("demo", name, [*overrides, *chosen]) for chosen in ([], [choice]))
     del whole.origins[choice.partition("=")[0]]

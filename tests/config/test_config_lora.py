@@ -108,7 +108,7 @@ def test_an_adapter_without_weights_is_none(root: Path, problems: Problems) -> N
 
 
 def taught_by_base(values: dict[str, Any], devices: str) -> dict[str, Any]:
-    """A teacher that has the student's weights and sees the answer."""
+    """Return a teacher with the student's weights that sees the answer."""
     set_key(
         values, "teacher.model_args.model_name_or_path", values["student_train"]["model_args"]["model_name_or_path"]
     )
@@ -121,7 +121,7 @@ def taught_by_base(values: dict[str, Any], devices: str) -> dict[str, Any]:
 
 
 def test_the_base_is_the_student_without_its_adapter(plan: Plan, values: dict[str, Any]) -> None:
-    """On the student's own devices; elsewhere, or without LoRA, the teacher is loaded."""
+    """On the student's devices; on other devices, or without LoRA, the teacher is loaded."""
     run = plan(taught_by_base(values, values["student_train"]["device_mapping"]))
     teacher = run.teachers[0].source
     assert run.serving(teacher) is run.student and "teacher" not in run.memory
@@ -132,7 +132,7 @@ def test_the_base_is_the_student_without_its_adapter(plan: Plan, values: dict[st
 
 
 def test_only_adapters_have_gradients_and_moments(plan: Plan) -> None:
-    """Counted by hand: of each linear layer rank x (inputs + outputs)."""
+    """Counted by hand: rank x (inputs + outputs) for each linear layer."""
     run = plan({f"{STUDENT}.lora_target": "q_proj,down_proj", f"{STUDENT}.lora_rank": 3})
     config = json.loads((Path(run.student.model.path) / "config.json").read_text())
     hidden, width, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]

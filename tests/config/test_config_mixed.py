@@ -220,7 +220,7 @@ def test_query_and_response_filters_are_read(mixed: dict[str, Any], plan: Plan, 
 
 
 def test_the_spread_of_one_reward(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
-    """A std_filter that sees one reward lets nothing pass; GRPO with one response has nothing to compare it with."""
+    """A std_filter rejects all groups of one reward, and GRPO cannot compare a single response."""
     mixed["num_return_sequences_in_group"] = 1
     mixed["actor_train"]["training_args"]["gradient_accumulation_steps"] = 1
     (warning,) = plan(pure=False).warnings
@@ -250,7 +250,7 @@ WEIGHTS = {"is_weight": {"enabled": True}}
 
 
 def test_stale_rewards_need_a_named_correction(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
-    """Their importance ratio would be 1 in silence."""
+    """Otherwise their importance ratio would be 1 without a warning."""
     (found,) = problems({"async_generation_ratio": 1}, pure=False)
     assert found.startswith("async_generation_ratio: 1 trains the reward's part on samples of older weights")
     assert "write train_infer_correction: {is_weight: {enabled: true}}" in found

@@ -59,7 +59,7 @@ def test_plan_is_immutable_and_picklable(plan: Plan) -> None:
 
 
 def test_nothing_heavy_is_imported(root: Any, values: dict[str, Any]) -> None:
-    """Planning must work on a machine that has none of the engines, and be quick to refuse."""
+    """Planning must work on a machine without the engines, and refuse quickly."""
     code = (
         "import sys; from roll_opd.planner.build import load_plan;"
         f"load_plan({write_config(root, values)!r}, 'run', pure=True);"

@@ -438,7 +438,7 @@ JUNK: list[Any] = [3, -1, 0, "x", "", [], [[]], {}, {"a": 1}, True, 1e99, float(
 
 
 def test_one_mistake_does_not_cause_others(problems: Problems, root: Path) -> None:
-    """A wrong value at the top takes `pretrain` with it, and a wrong mapping the devices that the teacher shares."""
+    """A wrong value at the top level affects `pretrain`, and a wrong mapping the devices that the teacher shares."""
     changes = {"pretrain": str(root / "student"), "student_train.model_args.model_name_or_path": ..., "max_steps": 0}
     assert len(problems({**changes, "student_infer.model_args.model_name_or_path": ...})) == 1
     (found,) = problems({"max_steps": 1, "teacher.device_mapping": ..., "student_train.device_mapping": "range(x)"})
@@ -537,7 +537,7 @@ def test_what_cannot_be_run_yet_is_refused_for_a_run_and_planned_with_a_warning(
 
 
 def test_what_is_trained_in_fp16_is_trained_in_bf16_with_a_warning(plan: Callable[..., Any]) -> None:
-    """Frozen models and engines compute in fp16, as they are asked to."""
+    """Frozen models and engines compute in fp16, as configured."""
     changes = {f"{role}.model_args.dtype": "fp16" for role in ("student_train", "student_infer", "teacher")}
     run = plan(changes)
     assert (run.student.model.dtype, run.rollout.model.dtype, run.teachers[0].source.model.dtype) == (

@@ -47,7 +47,7 @@ def test_an_rlvr_file_made_pure_by_a_switch_keeps_its_names(plan: Plan, values: 
 
 
 def test_rewards_may_be_left_out(plan: Plan, root: Path) -> None:
-    """With the single domain and the validation that ROLL's YAML still have."""
+    """With the single domain and the validation that ROLL's YAML files still have."""
     changes = {
         "rewards": ...,
         "student_train.data_args.domain_interleave_probs": {"math_rule": 1.0},
@@ -111,7 +111,7 @@ def test_settings_of_rolls_engines_are_accepted(plan: Plan) -> None:
 
 
 def test_variables_of_a_file_are_dropped_with_a_word(plan: Plan) -> None:
-    """ROLL reads a configuration without the keys that it does not know; most of those are a file's own."""
+    """ROLL ignores unknown keys; most of these are variables of the file."""
     own = {
         "gem_games": {"GuessTheNumber": {"env_type": "game", "template": "${game_template}"}},
         "game_template": "You are playing.",

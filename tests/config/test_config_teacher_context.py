@@ -15,7 +15,7 @@ HINT = {"teacher.hint": "It is {ground_truth}."}
 
 
 def follows(root: Path, **keys: object) -> dict:
-    """A teacher that follows the student needs no model of its own."""
+    """Return a teacher that follows the student; it needs no model."""
     return {"teacher.model_args": {"dtype": "fp32"}, "teacher.follows_student": keys}
 
 
@@ -37,7 +37,7 @@ def test_every_key_reaches_the_plan(plan: Plan, root: Path) -> None:
 
 
 def test_how_long_a_hint_may_be(plan: Plan) -> None:
-    """A prompt and once more a response, as far as micro-batches have the room."""
+    """As long as a prompt and a second response, if micro-batches have room for it."""
     assert plan(HINT).data.contexts[0].prompt_length == 32 + 48
     tokens = {"teacher.use_dynamic_batching_in_infer": True, "teacher.max_tokens_per_microbatch_in_infer": 100}
     assert plan(tokens).data.contexts[0].prompt_length == 100 - 48

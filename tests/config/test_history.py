@@ -71,7 +71,7 @@ PLAIN, HALF = f"++{PLAIN_KEY}=false", "sft_train.model_args.dtype=bf16"
     ],
 )
 def test_one_changed_setting(kind: str, override: str, key: str | None, before: Any, now: Any) -> None:
-    """It is found under its own key, with both values, and nothing that follows from it is."""
+    """It is reported under its key with both values; settings that are derived from it are not reported."""
     key = key or "student_infer.generating_args.temperature"
     assert changes(kind, override) == {key: (before, now)}
 
@@ -112,7 +112,7 @@ def with_other(value: Any, path: tuple[str, ...]) -> Any:
 
 @pytest.mark.parametrize("kind", DEMO)
 def test_every_field_of_a_plan_is_a_setting(kind: str) -> None:
-    """But for those that are listed as none: a new field cannot be forgotten."""
+    """Except for the listed exceptions, so that a new field cannot be forgotten."""
     plan = plan_of(kind)
     same = settings_of(plan)
     # the engines' model is the student's, and lengths of held-out rows and demonstrations are the run's
@@ -172,7 +172,7 @@ def test_api_keys_are_not_saved() -> None:
 
 
 def resumed(before: history.History, plan: RunPlan, step: int) -> history.History:
-    """As a checkpoint keeps it."""
+    """Return the settings as a checkpoint stores them."""
     saved = json.loads(json.dumps(before.as_json(step)))
     return history.continued(history.parts_of(saved, step), plan, step)
 

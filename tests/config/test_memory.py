@@ -143,7 +143,7 @@ def test_a_training_rank(
 
 @pytest.mark.parametrize(("device", "logits"), [("cpu", 64), ("cuda", 512)])
 def test_the_heads_chunk_is_the_devices(model: Callable[[str], ModelInfo], device: str, logits: int) -> None:
-    """Beside the hidden states before and after the norm."""
+    """In addition to the hidden states before and after the norm."""
     info, role = model("8B"), train_role(Layout(pp=4, dp=8))
     parts = train_memory(shard_of(info, role, device), role, TOKENS, 3)
     assert parts["head"] == 2 * TOKENS * 4096 * 2 + logits * 2**20
@@ -256,7 +256,7 @@ def test_devices_sum_what_stays_and_the_largest_of_what_passes(plan: Callable[..
 
 @pytest.mark.parametrize("known", [None, 80 * GIB])
 def test_turns_need_what_the_largest_phase_does(plan: Callable[..., RunPlan], known: int | None) -> None:
-    """A student and its engines on one device: it learns, they generate, or both have their weights there."""
+    """A student and its engines on one device: training, generation, or both weights during a weight sync."""
     run = plan({"student_infer.device_mapping": "[0]", "student_train.device_mapping": "[0]"})
     student, engines = (dict(fullest(run.memory[name])) for name in ("student_train", "student_infer"))
     if known:

@@ -44,7 +44,7 @@ def copy_of_the_student(place: Path, **files: str) -> Path:
 
 
 def head_of(card: str) -> dict[str, Any]:
-    """The front matter, as the hub's own library reads it; nothing in it is empty, or of a form that it refuses."""
+    """Return the front matter, as the hub's library reads it; no value is empty or has an invalid form."""
     data = ModelCard(card).data
     head = yaml.safe_load(card.split("---\n")[1])
     assert data.to_dict() == head and all(value not in (None, "", []) for value in head.values())
@@ -134,7 +134,7 @@ def test_the_name_of_a_model() -> None:
 
 @pytest.mark.parametrize("name", ["org/model", "student", "/home/me/model", "./model", "examples/demo"])
 def test_the_name_in_config_json(tmp_path: Path, name: str) -> None:
-    """A name on the hub has an owner, and is no place on this machine."""
+    """A name on the hub has an owner and is not a path on this machine."""
     config = json.loads(Path("examples/demo/models/student/config.json").read_text())
     base = copy_of_the_student(tmp_path / "base", config_json=json.dumps(config | {"_name_or_path": name}))
     assert base_model(base) == ("org/model" if name == "org/model" else None)

@@ -307,7 +307,7 @@ def test_references_and_environment_variables_of_a_yaml_are_resolved(
 
 
 def test_models_that_workflows_ask(plan: Planner, root: Path) -> None:
-    """A judge has a name; the teacher of a workflow of one's own is one of them, too."""
+    """A judge has a name; the teacher in a user's workflow is also such a model."""
     judge = {"model_path": str(root / "teacher"), "name": "judge", "engine_num": 1, "max_model_len": 64}
     found, _ = plan(GRPO, {"explorer.auxiliary_models": [judge, {"model_path": str(root / "student")}]})
     one, other = found.workflow.auxiliary_models

@@ -154,7 +154,7 @@ def test_no_false_alarm(warned: Callable[..., list[str]], template: str, rows: l
     ],
 )
 def test_rows_with_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, said: str) -> None:
-    """The model learns an end at which nothing stops."""
+    """The model learns a turn end that is not a stop token."""
     repository = Path(__file__).parents[2]
     monkeypatch.chdir(repository)
     model = tmp_path / "model"

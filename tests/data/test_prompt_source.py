@@ -113,7 +113,7 @@ def test_files_give_their_share(source: NewSource, two_files: tuple[Path, Path])
 
 
 def test_shares_hold_in_every_run_of_draws() -> None:
-    """Random weights, counted naively: no run of draws is off its share by two prompts or more."""
+    """Random weights: in no interval of draws does a stream differ from its share by two prompts or more."""
     generator = np.random.default_rng(0)
     for streams in (2, 3, 5):
         weights = generator.dirichlet(np.ones(streams))

@@ -61,7 +61,7 @@ def test_reads_every_form_of_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_columns_of_other_names(tmp_path: Path, opened: Opened, suffix: str) -> None:
-    """Also where one name has another meaning here, and where two columns are one."""
+    """Also if a name has another meaning here, and if two names refer to one column."""
     rows = [
         {"uid": 3, "tag": "x", "kind": "math", "question": "1+1=", "messages": json.dumps(CHAT), "prompt": "no"},
         {"uid": 4, "tag": "y", "kind": "code", "question": "2+2=", "messages": json.dumps(CHAT), "prompt": "no"},

@@ -61,7 +61,7 @@ def test_names_in_braces() -> None:
 
 
 def test_tokens_of_each_teacher_by_tag(opened: Open, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The prompt's own tokens are those without any teacher; another tag's row has none of this one's."""
+    """The prompt's tokens are the same as without teachers; a row with another tag has no tokens of this teacher."""
     file = write(tmp_path / "rows.jsonl", ASKED, {**ASKED, "id": "b", "tag": "other"})
     contexts = (
         context(name="all", hint="It is {ground_truth}."),

@@ -214,7 +214,7 @@ def test_gems_environments_are_made_by_gem(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_game_of_gems_plays() -> None:
-    """The real one, where it is installed."""
+    """With the real package, if it is installed."""
     pytest.importorskip("gem.envs", reason="needs GEM (pip install gem-llm)")
     from gem.envs.registration import ENV_REGISTRY
 

@@ -100,7 +100,7 @@ def test_an_episode_has_a_beginning_and_an_end(name: str) -> None:
 
 
 def test_rolls_maps_for_the_same_seed() -> None:
-    """Of ROLL's `generate_random_map`, written down from its output."""
+    """Maps of ROLL's `generate_random_map`, copied from its output."""
     lake = make("frozen_lake")
     assert lake.reset(seed=0)[0].split() == MAPS[0]
     assert lake.reset(seed=42)[0].split() == MAPS[42]
@@ -157,7 +157,7 @@ def where(observation: str) -> tuple[int, int]:
 
 
 def distance(observation: str) -> int:
-    """Of the player from the goal, found by walking over the picture; a reference for `solve`."""
+    """Return the distance of the player from the goal, by a search over the map; a reference for `solve`."""
     rows, start = observation.split("\n"), where(observation)
     found, waiting = {start: 0}, deque([start])
     while waiting:

@@ -156,7 +156,7 @@ def buckets_of(model: PreTrainedModel, count: int = 3) -> list[dict[str, torch.T
 
 
 def _by_expert(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, those of all experts of a layer as one for each expert."""
+    """Yield the tensors; stacked experts of a layer are split into one tensor per expert."""
     for name, tensor in weights.items():
         block, found, part = name.partition(".mlp.experts.")
         if not found or part[0].isdigit():

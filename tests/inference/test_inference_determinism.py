@@ -33,7 +33,7 @@ def submit_slowly(running: Running) -> list[bool]:
 
 
 def test_a_batch_gives_the_same_bits(tiny_model_path: str, warm: None) -> None:
-    """Of fresh engines, see the runs that are killed and resumed."""
+    """For new engines, see the runs that are killed and resumed."""
     running = Running(tiny_model_path, deterministic=True, engine_args={"max_num_seqs": 48})
     first = running.batch(*BATCH)
     assert len(set(bits(first))) > 64  # the samples are not all alike

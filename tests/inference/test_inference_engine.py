@@ -127,7 +127,7 @@ def test_a_response_belongs_to_one_version_of_the_weights(shared_engine: Running
 
 
 def test_tokens_sampled_before_and_after_an_update_have_its_two_versions(shared_engine: Running) -> None:
-    """Of requests that go on through the update: their first tokens are not labelled with the weights of their last."""
+    """For requests that continue through the update: first tokens do not have the version of the last tokens."""
     engine, sampling = shared_engine.engine, SamplingPlan(max_new_tokens=50)
     before = engine.weights_version
 

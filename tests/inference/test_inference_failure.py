@@ -12,7 +12,7 @@ VLLM = "Engine core initialization failed. See root cause above. Failed core pro
 
 @pytest.fixture
 def logger() -> logging.Logger:
-    """vLLM's, as one of its processes has it."""
+    """Return vLLM's logger, as in one of its processes."""
     found = logging.getLogger("vllm")
     yield logging.getLogger("vllm.v1.engine.core")
     found.handlers = [handler for handler in found.handlers if type(handler).__name__ != "_FirstError"]

@@ -31,7 +31,7 @@ def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
 
 @pytest.mark.nightly
 def test_experts_are_packed_again(tmp_path: Path, warm: None) -> None:
-    """vLLM's kernels for CPUs take weights of a layout of their own, which it makes when it loads a model."""
+    """vLLM's kernels for CPUs need a special weight layout, which vLLM creates when it loads a model."""
     running = Running(save_model(make_mixture(seed=0), tmp_path), tensor_parallel_size=2)
     tokens = np.random.default_rng(0).integers(2, 99, 60).tolist()
     for seed in (0, 1, 2):

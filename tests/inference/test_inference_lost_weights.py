@@ -17,7 +17,7 @@ Buckets = list[dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def engine(tiny_model_path: str, warm: None) -> Iterator[Running]:
-    """Spoilt by every test, and used on all the same: to start one for each takes far longer than the test."""
+    """Each test damages the engine, which is still reused, because starting one takes far longer than a test."""
     yield from running(tiny_model_path)
 
 

@@ -63,7 +63,7 @@ def test_interrupted_answers_are_those_of_uninterrupted_ones(updated: tuple[str,
 
 
 def test_no_cache_is_left_of_older_weights(updated: tuple[str, Running]) -> None:
-    """After an update under load, answers to prompts seen before are those of an engine that has seen none."""
+    """After an update under load, answers to earlier prompts equal the answers of an engine without earlier prompts."""
     _, engine = updated
     models = [make_model(1), make_model(2)]
     engine.run(under_updates(engine.engine, models, 6, 1))  # the last one is of models[1]

@@ -28,7 +28,7 @@ def resolve(on_cpu: bool = True, **engine_args: object) -> dict:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_several_ranks_are_processes_of_the_engine_itself(on_cpu: bool) -> None:
-    """In a placement group vLLM would leave them to Ray, which waits for devices that the run has taken."""
+    """In a placement group vLLM would leave them to Ray, which would wait for devices that the run uses."""
     arguments: dict = {"max_model_len": 32, "seed": 3, "tensor_parallel_size": 2, "on_cpu": on_cpu}
     model = ModelPlan(str(STUDENT), "bf16")
     assert (
@@ -97,7 +97,7 @@ def test_the_entry_point_is_installed_and_registering_twice_is_harmless() -> Non
 
 
 def test_a_core_that_ends_leaves_no_file(tmp_path: Path) -> None:
-    """In a process of its own, with a group that has met at a file as an engine core of one process does."""
+    """In a separate process, with a group initialised through a file, as in an engine core without rank processes."""
     script = (
         "import os, sys, torch.distributed as dist\n"
         "from roll_opd.inference.plugin import remove_rendezvous_file as leave\n"

@@ -69,7 +69,7 @@ def test_ipc_update_info_survives_vllms_serialization() -> None:
 
 
 def test_packed_weights_are_cut_alike_on_both_sides() -> None:
-    """vLLM's sender packs tensors, its receiver cuts them from names, dtypes and shapes alone: in the same order."""
+    """vLLM's sender packs tensors; its receiver splits them by names, dtypes and shapes, in the same order."""
     from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ def samples(seed: int) -> list[Sample]:
 
 
 def naive_zigzag(lengths: list[int], ranks: int) -> list[int]:
-    """Of token after token: each rank has its first chunk and its mirror image of every sequence, in order."""
+    """Token by token: each rank has one chunk of every sequence and the mirrored chunk, in order."""
     pieces: list[list[int]] = [[] for _ in range(ranks)]
     first = 0
     for length in lengths:

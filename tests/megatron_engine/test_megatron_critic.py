@@ -100,7 +100,7 @@ def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) 
 
 
 def test_what_it_saves_is_a_model_with_one_label(answers: Answers) -> None:
-    """Though it began as a language model."""
+    """Although the initial model is a language model."""
     name = critic.critic_name("tp1", "qwen3")
     path = answers.path(f"{name}.hf")
     config = json.loads((path / "config.json").read_text())

@@ -26,7 +26,7 @@ def inputs(lengths: list[int], groups: int, each: int, width: int, value_width: 
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, bounds: list[int]) -> Tensor:
-    """The recurrence from its definition: one token of one head after another."""
+    """Compute the recurrence from its definition, one token and one head at a time."""
     out = []
     unit = [x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key)]
     for start, end in itertools.pairwise(bounds):
@@ -84,7 +84,7 @@ def test_chunks_equal_those_of_transformers() -> None:
 
 
 def test_a_sequence_never_reads_another_one() -> None:
-    """Other tokens before and after a sequence leave its outputs, bit for bit; so does a strong decay of theirs."""
+    """Other tokens before and after a sequence do not change a bit of its outputs, even with a strong decay."""
     lengths, *rest = SIZES["chunks"]
     given, bounds = inputs(lengths, *rest), list(itertools.accumulate(lengths, initial=0))
     before = packed(*given, bounds)

@@ -74,7 +74,7 @@ def test_peft_loads_the_adapter_and_the_merged_model_is_both(answers: Answers, l
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_switched_off_or_zero_an_adapter_changes_no_bit(answers: Answers, layout: str) -> None:
-    """Of a model that was never given one, in the same layout."""
+    """Compared with a model without an adapter in the same layout."""
     plain = answers.arrays(f"lora-{layout}-base")
     for state in ("off", "zero"):
         found = answers.arrays(f"lora-{layout}-{state}")

@@ -38,7 +38,7 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
 
 
 def sequences(**arrays: Any) -> list[TrainSample]:
-    """Return a sample for each of LENGTHS, with masked tokens inside of its response and other log-probs than now."""
+    """Return a sample for each of LENGTHS, with masked tokens in its response and old log-probs that differ."""
     samples = []
     for number, (prompt, response) in enumerate(LENGTHS):
         draw = np.random.default_rng(number)

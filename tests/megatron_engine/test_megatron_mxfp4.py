@@ -25,7 +25,7 @@ def quantised(*rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def naive(blocks: Tensor, scales: Tensor) -> Tensor:
-    """A number after the other: sign, two bits of exponent, one of mantissa; 0 has the exponent of 1."""
+    """Decode number by number: sign, two bits of exponent, one bit of mantissa; 0 has the exponent of 1."""
     found = []
     for block, scale in zip(blocks.flatten(0, -2).tolist(), scales.flatten().tolist(), strict=True):
         for code in (half for byte in block for half in (byte % 16, byte // 16)):

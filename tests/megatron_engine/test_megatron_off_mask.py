@@ -93,7 +93,7 @@ def test_a_teacher_that_is_not_finite_on_the_mask_spoils_the_loss() -> None:
 
 
 def test_approx_kl_is_that_of_old_against_new() -> None:
-    """Samples of the old policy: half of each of two tokens, which the new one gives .9 and .1."""
+    """Samples of the old policy: half of each of two tokens, with probabilities 0.9 and 0.1 in the new policy."""
     new, old = torch.tensor([0.9, 0.1, 0.9, 0.1]).log(), torch.full((4,), 0.5).log()
     ones, zeros = torch.ones(4), torch.zeros(4)
     arrays = {"mask": ones.bool(), "weight": ones / 4, "advantages": ones, "old_logprobs": old}

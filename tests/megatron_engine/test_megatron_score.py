@@ -101,7 +101,7 @@ def test_a_teacher_file_has_hugging_faces_topk(tmp_path: Path) -> None:
 
 @pytest.mark.nightly  # two launches of half a minute; the layouts themselves are tested in the engine
 def test_a_mixture_is_scored_in_its_layout(tmp_path: Path) -> None:
-    """Two pipeline stages of two virtual ones each, attention over two ranks, whole experts on either, against one."""
+    """Two pipeline stages with two virtual stages each, attention over two ranks, unsplit experts; against one rank."""
     model = tmp_path / "mixture"
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(models.CONFIGS["qwen2_moe"]()).float().save_pretrained(model)

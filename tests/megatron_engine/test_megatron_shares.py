@@ -21,7 +21,7 @@ OBJECTIVES = [
 
 
 def experience(rng: np.random.Generator, number: int, *, taught: bool) -> tuple[Sample, dict[str, dict]]:
-    """One sample of any kind that a batch may hold, and its teachers' targets."""
+    """Return one sample of any kind in a batch, and its teachers' targets."""
     length, prompt = int(rng.integers(0, 30)), int(rng.integers(1, 9))
     demonstration = bool(rng.random() < 0.2)
     names = [] if demonstration else [name for name in ("b", "a") if rng.random() < 0.6]

@@ -23,7 +23,7 @@ def test_what_is_learned_is_the_same_bit_for_bit(answers: Answers, job: dict) ->
 
 @pytest.mark.parametrize("job", PARAMS, ids=lambda job: job["name"])
 def test_memory_is_given_back(answers: Answers, job: dict) -> None:
-    """All that an update held, and while the weights are away nothing else is left."""
+    """All memory of an update is released; while the weights are offloaded, no other memory remains."""
     sizes = answers.values(f"{job['name']}-sizes")
     whole = max(sum(size.values()) for size in sizes)
     away = [size for size in sizes if not size["weights"]]

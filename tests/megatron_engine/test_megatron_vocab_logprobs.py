@@ -146,7 +146,7 @@ def test_topk_ids_logprobs_and_gradients_equal_dense_ones(answers: Answers, k: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_logits_are_f32_whatever_the_model_is(device: str, dtype: torch.dtype) -> None:
-    """On a GPU by another way; without one, tensors without numbers give shapes and dtypes."""
+    """On a GPU with another kernel; without a GPU, meta tensors show shapes and dtypes."""
     with FakeTensorMode():
         hidden, weight = (torch.empty(rows, 8, dtype=dtype, device=device) for rows in (3, 5))
         logits = raw_logits(hidden, weight)

@@ -18,7 +18,7 @@ def of(bound: float, depth: float | None = None, costs: Costs = COSTS, batches: 
 
 
 def test_constant_costs_have_the_step_time_of_the_formula() -> None:
-    """At 0 the parts add up; with one batch ahead the longer side is the step."""
+    """At bound 0 the step is the sum of the parts; with one batch ahead it is the longer side."""
     costs = Costs(constant(2.0), score=0.5, learn=2.0, sync=0.25)
     waves = -(-GROUPS * RUNS // SLOTS)
     assert simulate(Pace.of(GROUPS, 0), costs, runs=RUNS, slots=SLOTS, batches=20).step == pytest.approx(
@@ -80,7 +80,7 @@ def test_lengths_of_trained_groups_are_those_of_the_sampled_ones(depth: float) -
 
 
 def test_a_run_that_takes_twenty_steps_is_trained() -> None:
-    """The other groups go on inside the window, then wait for it."""
+    """The other groups continue inside the window, and then wait for it."""
     lengths = iter([70.0])
     costs = Costs(lambda rng: next(lengths, 1.0), score=0.5, learn=2.5)
     pace = Pace.of(8, 4, 2)

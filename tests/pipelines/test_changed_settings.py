@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, forks: None) -> Run:
 
 
 def fork(whole: Run, place: Path, *changes: str) -> Run:
-    """Go on from step 2 of `whole` in another experiment."""
+    """Continue from step 2 of `whole` in another experiment."""
     run = launch(place, *SETTINGS, f"resume_from_checkpoint={whole.path / 'checkpoints/step_2'}", *changes, **SFT)
     assert run.code == 0, run.output[-4000:]
     return run

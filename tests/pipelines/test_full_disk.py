@@ -79,7 +79,7 @@ def test_a_checkpoint_on_a_full_disk_is_reported_and_removed(disk: Path, writer:
 
 
 def test_a_full_disk_is_found_in_the_errors_of_other_processes(disk: Path) -> None:
-    """Their text is all that is left of them."""
+    """Only their text is available."""
     program = (
         f"open({str(disk / 'a')!r}, 'wb', 0).write(bytes({2**21})); open({str(disk / 'b')!r}, 'wb', 0).write(b'1')"
     )

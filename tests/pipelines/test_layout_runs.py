@@ -52,7 +52,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four experts like the student's perceptron, and routers to which they are all the same but for rounding."""
+    """Make a model with four experts like the student's MLP, and routers whose logits differ only by rounding."""
     return save_mixture(tmp_path_factory.mktemp("mixture"))
 
 
@@ -125,7 +125,7 @@ def test_a_student_that_learns_adapters_alone(tmp_path: Path) -> None:
 
 
 def test_a_mixture_of_experts_whose_routes_are_replayed(tmp_path: Path, mixture: Path) -> None:
-    """Its routers are at a loss: left alone, the trainer would send many tokens elsewhere than the engine did."""
+    """Its router logits are almost equal: without replay, the trainer would choose other experts for many tokens."""
     experts = (f"+{STUDENT}.expert_model_parallel_size=2", "student_train.training_args.per_device_train_batch_size=32")
     run = run_of(tmp_path / "output", *experts, *R3, model=mixture)
     assert apart(run) <= 1e-4

@@ -3,9 +3,9 @@
     .venv/bin/python tests/pipelines/test_random_kills.py [--kills 50] [--steps 200] [--minutes 60] [--record FILE]
 
 kills the driver (also inside a save), an engine, the student, a teacher, the processes of rewards and workflows, or all
-processes of the host, at random moments; resumes until all steps are complete, and audits after each launch. A second run
-without kills, at the same time, must have the same samples and end with the same weights. After `--minutes` no part is
-killed any more. The record is written after each launch.
+processes of the host, at random moments; resumes until all steps are complete, and audits after each launch. A second
+run without kills, at the same time, must have the same samples and end with the same weights. After `--minutes` no part
+is killed any more. The record is written after each launch.
 """
 
 import argparse

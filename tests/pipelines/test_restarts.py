@@ -82,7 +82,7 @@ def test_a_signal_is_passed_on_and_is_the_end(tmp_path: Path) -> None:
 
 
 def test_an_attempt_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
-    """Nothing is left where that is killed."""
+    """No process remains if the supervisor is killed."""
     process = started(tmp_path, "wait,0,0")
     mark = str(tmp_path / "program.py")
     deadline = time.monotonic() + 60

@@ -93,7 +93,7 @@ def student(run: Run, step: int) -> Path:
 
 
 def teacher(run: Run, name: str, step: int) -> Path:
-    """The weights that a teacher reads the samples of the step after `step` with."""
+    """Return the weights with which a teacher scores the samples of the step after `step`."""
     if name == "live" or not step:
         return student(run, step)
     return run.path / f"checkpoints/step_{step}/followers/teacher.{name}"

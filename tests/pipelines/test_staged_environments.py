@@ -87,7 +87,7 @@ def test_the_teacher_plays_what_validation_plays(stage: Stage, games: str) -> No
 def test_faults_end_their_own_trajectory_alone(
     stage: Stage, games: str, tmp_path: Path, steps: int, least: int
 ) -> None:
-    """Each fault is counted once, under its name, and every other trajectory is learned from once."""
+    """Each fault is counted once under its name, and every other trajectory is trained on once."""
     log = tmp_path / "faults"
     run = played(
         stage, games, "faulty_sums", "actor_train", f"custom_envs.Game.env_config={{log: {log}}}", f"max_steps={steps}"

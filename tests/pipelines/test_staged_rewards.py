@@ -149,7 +149,7 @@ def timeless(rows: list[dict]) -> object:
 
 
 def kill_in_a_batch(experiment: Path, pool: RewardPool) -> None:
-    """SIGKILL the worker that has samples in hand; it is held still before, so that it surely has."""
+    """Kill the worker that is scoring samples; it is stopped before, so that it is certainly scoring."""
     metrics = experiment / "latest" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         time.sleep(0.01)

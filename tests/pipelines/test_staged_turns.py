@@ -92,7 +92,7 @@ class Taking:
         await gathered(self.groups[name], "compute_logprobs", [Sample(np.arange(8), 2)], 1.0)
 
     async def back(self) -> None:
-        """Have everything where other runs of the stage look for it."""
+        """Load all memory back, as other runs of the stage expect it."""
         for name, group in self.groups.items():
             await group.call("onload", self.parts[name])
 

@@ -134,7 +134,7 @@ def test_log_probs_that_a_workflow_brings_stand_in_for_the_teachers(stage: Stage
 
 @pytest.mark.nightly
 def test_pure_distillation_by_workflow_is_that_of_the_launcher(stage: Stage) -> None:
-    """The same prompts, seeds and tokens; and twice the same bits where that is asked for."""
+    """The same prompts, seeds and tokens; with `deterministic`, also the same bits in two runs."""
 
     def pure(*more: str) -> Run:
         return stage.run(*SHORT, *optimizer_of("student_train"), "max_steps=1", *more, config=PURE)

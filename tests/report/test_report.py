@@ -225,7 +225,7 @@ def test_nothing_is_loaded_and_nothing_else_can_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_of_5000_steps_is_small_and_keeps_its_extremes(tmp_path: Path) -> None:
-    """With 60 metrics, long responses and 500 validations; the one spike in it is to be seen."""
+    """With 60 metrics, long responses and 500 validations; its single spike is visible."""
     steps, run = 5000, RunDirectory(tmp_path)
     run.write_config("exp_name: long\nmax_steps: 5000\n")
     more = {f"reward/domain_{number}/mean": 0.0 for number in range(50)}

@@ -216,7 +216,7 @@ def test_a_question_has_its_time_of_the_processor() -> None:
 
 @pytest.mark.nightly
 def test_among_many_hostile_answers_at_once_the_right_ones_are_right() -> None:
-    """They wait for their turn, and their time begins with it."""
+    """They are queued, and their time limit starts when they run."""
     rule = MathRule(timeout=0.5)
     texts = [rf"\boxed{{9^{{9^{{{number}}}}}}}" for number in range(9, 21)]
     texts = [text for pair in zip(texts, [r"\boxed{\sqrt{12}}"] * 12, strict=True) for text in pair]

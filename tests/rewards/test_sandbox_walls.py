@@ -109,7 +109,7 @@ def test_an_assertion_without_a_literal_must_be_reached(rewards) -> None:
 
 @needs_bwrap
 def test_what_is_expected_never_enters_the_sandbox(rewards) -> None:
-    """Neither frames nor any object of the process hold it, for an output and for an assertion."""
+    """No frame and no object of the process contains it, for an expected output and for an assertion."""
     look = (
         "import gc, re, sys\ndef f(x=0):\n    frame, seen = sys._getframe(), []\n"
         "    while frame: seen.append(repr(frame.f_globals) + repr(frame.f_locals)); frame = frame.f_back\n"

@@ -10,7 +10,7 @@ from roll_opd.rewards.judging import VerdictCache
 
 
 class Oracle:
-    """Answers on request, and counts."""
+    """Answers when the test releases it, and counts the questions."""
 
     def __init__(self) -> None:
         self.asked = self.cancelled = 0

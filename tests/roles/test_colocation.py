@@ -123,7 +123,7 @@ def test_a_forgotten_phase_is_a_sentence(phase: Phase, name: str, call: str) -> 
 
 
 def test_what_is_there_at_once() -> None:
-    """On one device: learning alone, the cache alone, and both sets of weights as one is sent to the other."""
+    """On one device: only training, only the cache, or both sets of weights during a weight sync."""
     student, engines = EVERYONE[0], EVERYONE[5]
     found = list(held_together([student, engines]))
     assert (Phase.WEIGHT_SYNC, {"student": WEIGHTS, "engines": WEIGHTS}) in found

@@ -251,7 +251,7 @@ def test_a_process_that_dies_while_it_starts_is_started_three_times(deaths: int,
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_cancelled_job_gives_its_place_back(independent: bool, started: bool) -> None:
-    """Before it is sent always; in a process where jobs are independent and none of the call is needed."""
+    """Always before it is sent; in a process only if jobs are independent and no job of the call is needed."""
 
     async def scene(pool: ResilientPool, processes: Processes) -> None:
         unneeded = [pool.submit((number, WAIT)) for number in range(4)]

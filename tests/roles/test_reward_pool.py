@@ -90,7 +90,7 @@ def test_a_brief_reward_works_on_many_samples_at_once(start, loop) -> None:
 
 
 def test_a_quick_reward_is_given_large_calls(start, loop) -> None:
-    """As soon as the machine leaves it time: on one with other work, a quick call is now and then a slow one."""
+    """As soon as the machine is idle: on a busy machine, a quick call is sometimes slow."""
     pool, samples = start("busy"), [sample(number) for number in range(256)]
     until, mean_size = time.monotonic() + 60, 0.0
     while mean_size <= 8 and time.monotonic() < until:  # of 16, the batch_size, where nothing comes between
@@ -203,7 +203,7 @@ def test_an_error_that_is_to_stop_the_run_says_which_sample_and_what_to_do(start
 
 @pytest.mark.parametrize("worker", ["troubled", "slow_to_await"])
 def test_samples_that_hang_fail_alone_within_their_time(start, loop, worker: str) -> None:
-    """The ones that hang fail, the others do not wait, and the worker is of use afterwards."""
+    """Hung samples fail, the others do not wait, and the worker can be used afterwards."""
     pool = start(worker, timeout=0.7, on_error="drop", max_concurrency=2, batch_size=2)
     for _ in range(2):
         samples = [sample(n, trouble="hang" if n in (2, 6) else "") for n in range(8)]

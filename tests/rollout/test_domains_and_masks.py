@@ -62,7 +62,7 @@ def of(domain: str, experiences: Sequence[Sample]) -> list[Sample]:
 
 
 def test_each_domain_is_normalised_by_itself() -> None:
-    """As ROLL's group_by("domain"): in one batch, right answers in mathematics would be punished."""
+    """As with ROLL's group_by("domain"): in one batch, right answers in mathematics would get a negative advantage."""
     found = external_advantages(two_domains(), BATCH)
     last = [float(one.advantages[0]) for one in found]
     assert last[::2] == pytest.approx([-1.5, 0.5, 0.5, 0.5], abs=1e-5)

@@ -133,7 +133,7 @@ def test_step_reinforce_compares_returns_of_steps(seed: int, levels: dict[str, s
 @pytest.mark.parametrize("name", ["gigpo", "step_reinforce", "grpo", "step_wise_grpo"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_trajectories_does_not_matter(name: str, seed: int) -> None:
-    """Nor whether those of a group are side by side; by tag, too."""
+    """The trajectories of a group need not be adjacent; also by tag."""
     rng, made = np.random.default_rng(seed), games(seed)
     for plan in (ObjectivePlan(), ObjectivePlan(reward_groups="tag")):
         moved = [made[place] for place in rng.permutation(len(made))]
@@ -142,7 +142,7 @@ def test_the_order_of_trajectories_does_not_matter(name: str, seed: int) -> None
 
 @pytest.mark.parametrize("name", ["gigpo", "step_reinforce"])
 def test_what_all_returns_of_a_group_have_in_common_changes_nothing(name: str) -> None:
-    """Undiscounted, a reward more at the end of each trajectory is as much more of every return."""
+    """Without a discount, an additional reward at the end of each trajectory adds the same amount to every return."""
     made = [steps for steps in games(2) if steps[0].group_id != "b"]  # which has nothing to be compared with
     more = [[*steps[:-1], replace(steps[-1], reward=steps[-1].reward + 5)] for steps in made]
     arguments = {**LEVELS["mean"], "step_reward_gamma": 1.0}
@@ -162,7 +162,7 @@ def test_states_of_other_games_are_other_states() -> None:
 
 
 def test_a_trajectory_counts_once_however_long_it_is() -> None:
-    """Of sums 1, after one step, and 0, after four, the mean is a half."""
+    """The mean of the sums 1 (one step) and 0 (four steps) is 0.5."""
     short, long = [step("a", 0, 0, 1.0, "x")], [step("a", 1, n, 0.0, f"y{n}") for n in range(4)]
     assert set(found([short, long], "gigpo").values()) == {0.5, -0.5}
 
@@ -191,7 +191,7 @@ def test_a_group_that_exclusions_leave_alone_teaches_nothing() -> None:
 @pytest.mark.parametrize("by_tag", [False, True])
 @pytest.mark.parametrize("name", ["grpo", "gigpo", "step_reinforce", "step_wise_grpo", "rloo", "reinforce"])
 def test_the_only_trajectory_that_did_not_fail_teaches_nothing(name: str, by_tag: bool) -> None:
-    """Of three runs at prompt a one is left, of those at b two, which are compared as ever."""
+    """One of three runs of prompt a remains, and two of prompt b, which are compared as usual."""
     left = [step("a", 2, 0, 1.0, "x", "boxes"), step("a", 2, 1, 2.0, "x", "boxes")]
     others = [[step("b", run, 0, float(run), "x")] for run in range(2)]
     levels = {"mean_cal_level": "group"} if name in ("gigpo", "step_reinforce", "reinforce") else {}

@@ -41,7 +41,7 @@ def advantages(experiences: list[Sample], name: str, **arguments) -> list[float]
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "opmd"])
 def test_baselines_count_runs(name: str, seed: int) -> None:
-    """Naively: a step is measured against the mean of the runs' mean rewards and the larger of two deviations."""
+    """The reference compares a step with the mean of the runs' mean rewards and the larger of two deviations."""
     rng = np.random.default_rng(seed)
     experiences, runs = [], []
     for group in "abc":

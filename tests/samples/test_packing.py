@@ -147,7 +147,7 @@ def test_an_odd_sequence_has_no_pair() -> None:
 
 
 def families(seed: int) -> list[tuple[np.ndarray, int]]:
-    """Some with one prompt, conversations that go on and branch, and strangers; in any order."""
+    """Return sequences with a shared prompt, conversations with branches, and unrelated sequences, in any order."""
     rng = np.random.default_rng(seed)
     found: list[tuple[np.ndarray, int]] = []
     for _ in range(rng.integers(1, 5)):
@@ -211,7 +211,7 @@ def test_relatives_part_where_a_rank_would_idle() -> None:
 
 @pytest.mark.parametrize("limits", LIMITS[1:])
 def test_one_micro_batch_less_would_not_do(limits: MicroBatchLimits) -> None:
-    """Or, of equal parts as here, one of them would be beyond the limits."""
+    """With equal parts, one of them would exceed the limits."""
     for lengths in batches():
         found = len(micro_batches(singles(lengths), limits))
         tokens = max(limits.tokens or sum(lengths), max(lengths, default=0))

@@ -145,7 +145,7 @@ def test_a_wrong_temperature(demo: Demo, change: Callable[[float], float]) -> No
 
 
 def test_sound_teachers(demo: Demo) -> None:
-    """The demo's own; the student itself; and one that knows as little as its student, as both are new."""
+    """The demo's teacher, the student itself, and an untrained teacher with an untrained student."""
     assert alarms(demo.check(demo.teacher)) == {}
     assert alarms(demo.check(demo.student)) == {}
     torch.manual_seed(1)

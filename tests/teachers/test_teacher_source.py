@@ -43,7 +43,7 @@ def estimated(plan: RunPlan) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plan() -> RunPlan:
-    """The demo's plan with its teacher elsewhere."""
+    """Return the demo's plan with a teacher of another source."""
     found = load_plan("demo", "onpolicy_distill", [], pure=True)
     source: Any = Elsewhere("teacher", URL)
     found = replace(found, teachers=(replace(found.teachers[0], source=source),))

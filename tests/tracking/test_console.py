@@ -104,7 +104,7 @@ def test_the_table_of_distillation_and_where_the_time_went() -> None:
 
 
 def test_a_resumed_run_waited_in_its_last_start_up() -> None:
-    """The start-up of the second line is that of all parts; its parts are known of the last one alone."""
+    """The second line has the start-up time of all parts of the run; its phases are known only for the last part."""
     rows = [
         {"step": n, "time/startup": waited, "time/step": 1.0, "time/train": 1.0} for n, waited in ((1, 40.0), (2, 6.0))
     ]

@@ -91,7 +91,7 @@ def test_samples_far_from_the_student_sound_the_alarm_once(
 
 @pytest.mark.parametrize(("bound", "sounds_after"), [(0, None), (1, 5), (2, 4), (4, 3), (8, 4)])
 def test_the_alarm_of_old_samples_sounds_before_the_recorded_reward_falls(bound: int, sounds_after: int | None) -> None:
-    """GRPO on the demo: with S = 0 it learns, with older samples it loses everything at the same learning rate."""
+    """GRPO on the demo: with S = 0 it learns; with older samples it collapses at the same learning rate."""
     rows = json.loads(STALE.read_text())["runs"][f"{bound}"]
     rewards = np.array([row[REWARD] for row in rows])
     alarm = DivergenceAlarm(is_itself=False)
@@ -254,7 +254,7 @@ def test_a_long_run_is_tested_less_often() -> None:
 
 
 def test_a_collapse_after_many_steps_is_found() -> None:
-    """Of metrics that not every step has, too."""
+    """Also for metrics that only some steps have."""
     alarm, rng = DivergenceAlarm(is_itself=False), np.random.default_rng(0)
     found = []
     for step in range(1500):

@@ -87,7 +87,7 @@ with lock_run(Path(sys.argv[1])):
 
 
 def test_a_run_has_one_driver(tmp_path: Path) -> None:
-    """Until that has ended, however it does."""
+    """Until the driver has ended, in any way."""
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         pid = first.stdout.readline().strip()

@@ -124,7 +124,7 @@ class NotOpening:
 
 
 class Hanging(Recorder):
-    """Hangs in one of its three calls until it is let go."""
+    """Hangs in one of its three calls until the test releases it."""
 
     release: threading.Event
 
@@ -383,7 +383,7 @@ def test_finding_a_tracker_imports_none_of_its_packages() -> None:
 
 
 def test_tensorboard_shows_samples_and_the_configuration_as_text(run: RunDirectory) -> None:
-    """Of the first step, of ever fewer of the others, and of the last one."""
+    """Samples of the first and the last step, and of fewer and fewer steps between them."""
     run.write_config("max_steps: 20\n")
     tracker = find("tensorboard")(run, None)
     for step in range(1, 21):

@@ -47,7 +47,7 @@ GAMES: dict[str, dict[str, Any]] = {
 
 
 class Rambling(Sampled):
-    """Thinks or not, acts or not, in words, in spaces, in any tokens at all; ends its turn, or is cut off."""
+    """A random model: with or without thoughts and actions, arbitrary tokens; its turns end or are truncated."""
 
     def __init__(self, tokenizer: Any, end: str, seed: int) -> None:
         super().__init__(tokenizer, seed=seed)

@@ -48,7 +48,7 @@ def tokenizer() -> Any:
 
 
 class Walk:
-    """Asks twice in step 1 and once in others; ends before the last step."""
+    """Calls the model twice in step 1 and once in other steps; ends before the last step."""
 
     task: Any
     model: ModelWrapper
