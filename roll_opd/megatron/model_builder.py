@@ -209,6 +209,8 @@ def build_model(
         for stage in range(plan.layout.vpp or 1)
     ]
     for chunk in chunks:
+        # Megatron allocates the weights of routers and the gates of shared experts on the CPU
+        chunk.to(torch.cuda.current_device())
         chunk.requires_grad_(trainable and lora is None)
     with expert_source(Path(plan.model.path)) as files:
         weights.load(chunks, files)
