@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class SequenceRows:
     """
 
     positions_X: Tensor  # int64, positions of tokens in their sequences
-    bounds: Tensor  # int64, boundaries of the sequences, B + 1
+    bounds: Tensor  # int64, boundaries of the sequences that have tokens
     blocks: tuple[tuple[Tensor, Tensor, tuple[int, int]], ...]
 
 
@@ -57,7 +58,8 @@ def sequence_rows(bounds: Sequence[int], device: torch.device) -> SequenceRows:
         cells = [size * row + torch.arange(len(tokens)) for row, tokens in enumerate(rows)]
         blocks.append((torch.cat(rows).to(device), torch.cat(cells).to(device), (len(rows), size)))
     positions = torch.cat([tokens - start for tokens, start in zip(ranges, bounds, strict=False)])
-    return SequenceRows(positions.to(device), torch.tensor(bounds, device=device), tuple(blocks))
+    filled_bounds = torch.tensor(list(dict.fromkeys(bounds)), device=device)
+    return SequenceRows(positions.to(device), filled_bounds, tuple(blocks))
 
 
 def gated_delta_rule(
@@ -71,12 +73,16 @@ def gated_delta_rule(
     """Return the outputs of the gated delta rule, [X, G, R, W], in the dtype of the values.
 
     Queries and keys are normalised in this function. `log_decay` and `beta` are f32. For half precision on a GPU, the
-    kernel of flash-linear-attention is used if it is installed. Otherwise the backward pass recomputes the forward pass
-    of each block, so that chunks are not stored.
+    kernel of flash-linear-attention is used if it is installed, except in deterministic runs: the kernel chooses its
+    tiles by timing, and other tiles give other bits. Otherwise the backward pass recomputes the forward pass of each
+    block, so that chunks are not stored.
     """
     given = (query_XGK, key_XGK, value_XGRW, log_decay_XGR, beta_XGR)
-    if value_XGRW.is_cuda and value_XGRW.dtype is not torch.float32 and (kernel := _fla_kernel()):
-        return _fused(kernel, *given, sequences.bounds)
+    is_half = value_XGRW.is_cuda and value_XGRW.dtype is not torch.float32
+    if is_half and not torch.are_deterministic_algorithms_enabled() and (kernel := _fla_kernel()):
+        has_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+        if not has_gradients or _fla_trains():
+            return _fused(kernel, *given, sequences.bounds)
     out_XGRW = torch.zeros_like(value_XGRW)
     for places_A, cells_A, shape in sequences.blocks:
         compute = partial(_rows, places_A, cells_A, shape)
@@ -175,6 +181,20 @@ def _fla_kernel() -> Any:
     return chunk_gated_delta_rule
 
 
+@cache
+def _fla_trains() -> bool:
+    """Return whether flash-linear-attention has a backward pass with this Triton.
+
+    On Hopper, Triton 3.4 to 3.7.0 compile the Triton kernel wrongly, and the package raises an error unless TileLang is
+    installed.
+    """
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    return not (is_hopper and (3, 4, 0) <= version < (3, 7, 1)) or find_spec("tilelang") is not None
+
+
 def _fused(
     kernel: Any,
     query_XGK: Tensor,
@@ -186,7 +206,8 @@ def _fused(
 ) -> Tensor:
     """Return the outputs of the flash-linear-attention kernel.
 
-    The kernel needs the same number of query, key and value heads, so the heads of queries and keys are repeated.
+    Before version 0.5, the kernel needs the same number of query, key and value heads, so the heads of queries and keys
+    are repeated.
     """
     query, key = (x.repeat_interleave(value_XGRW.size(2), 1)[None] for x in (query_XGK, key_XGK))
     out_1XHW, _ = kernel(

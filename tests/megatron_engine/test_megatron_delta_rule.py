@@ -118,3 +118,9 @@ def test_the_convolution_equals_its_sum_over_taps_with_gradients(taps: int) -> N
     torch.testing.assert_close(out, torch.stack(rows))
     for one, other in zip(torch.autograd.grad((out * seed).sum(), (given, weight)), wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_bounds_for_kernels_have_no_empty_sequences() -> None:
+    sequences = sequence_rows([0, 0, 3, 3, 5], torch.device("cpu"))
+    assert sequences.bounds.tolist() == [0, 3, 5]
+    assert sequences.positions_X.tolist() == [0, 1, 2, 0, 1]
