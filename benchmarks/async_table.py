@@ -1,12 +1,13 @@
 """Generation ahead of training: whether runs still learn at each bound S, and how fast their steps are.
 
     python benchmarks/async_table.py [--cells tasks signals] [--tasks demo tail game] [--bounds 1 2 4]
-        [--seeds 42 43 44] [--json OUT] [key=value ...]
+        [--seeds 42 43 44] [--json OUT] [--runs DIR] [key=value ...]
     python benchmarks/async_table.py --throughput [--bounds 0 0.5 1 2 4 8] [--steps 24] [--json OUT] [--svg OUT]
 
 `tasks` runs each task at each bound: the demo, the demo with answers that take a long-tailed time, and FrozenLake.
 `signals` runs the demo at S = 8: reverse KL from the learner's log-probs and from stored log-probs
 (`stored_signal.py`), forward KL, and GRPO with truncated importance weights. Runs that OUT already has are skipped.
+`--runs` keeps the directories of the runs.
 
 `--throughput` runs the demo at each bound without validation and compares the steps with the parts of the synchronous
 steps. Every run is started by the real launcher, with the engines on a separate slot.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -91,10 +93,14 @@ SIGNALS = {
 }
 
 
-def launched(task: Task, *settings: str) -> list[dict[str, Any]]:
-    """Run a task; return the rows of its metrics. Exits if the run fails."""
-    with tempfile.TemporaryDirectory(prefix="async_table-") as directory:
-        (Path(directory) / "plugins").mkdir()
+def launched(task: Task, *settings: str, keep: Path | None = None) -> list[dict[str, Any]]:
+    """Run a task in the directory `keep`, or in a temporary one; return the rows of its metrics.
+
+    Exits if the run fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="async_table-") if keep is None else nullcontext(str(keep)) as directory:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / "plugins").mkdir(exist_ok=True)
         (Path(directory) / "plugins" / "slow.py").write_text(SLOW_WORKFLOW)
         plugins = (f"plugin_dir={directory}/plugins",) if "workflow=slow_answers" in task.settings else ()
         config = ("--config_path", task.config[0], "--config_name", task.config[1])
@@ -108,9 +114,13 @@ def launched(task: Task, *settings: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (Path(directory) / "run/latest/metrics.jsonl").read_text().splitlines()]
 
 
-def learned(name: str, task: Task, bound: float, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run one cell of the table; return its figures."""
-    rows = launched(task, f"seed={seed}", f"async_generation_ratio={bound:g}", "eval_steps=4", *overrides)
+def learned(
+    name: str, task: Task, bound: float, seed: int, overrides: Sequence[str], runs: Path | None
+) -> dict[str, Any]:
+    """Run one cell of the table, in a directory of `runs` if given; return its figures."""
+    keep = runs and runs / f"{name.replace(' ', '_').replace(',', '')}-S{bound:g}-{seed}"
+    settings = (f"seed={seed}", f"async_generation_ratio={bound:g}", "eval_steps=4", *overrides)
+    rows = launched(task, *settings, keep=keep)
     found = figures(rows, task)
     return {"cell": name, "S": bound, "seed": seed, **found}
 
@@ -227,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=24, help="of a run for the throughput (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--svg", type=Path, metavar="OUT")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the directories of the runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configurations")
     options = parser.parse_intermixed_args(arguments)
     if options.throughput:
@@ -244,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, task, bound in chosen:
         for seed in options.seeds:
             if (name, bound, seed) not in known:
-                cells.append(learned(name, task, bound, seed, options.overrides))
+                cells.append(learned(name, task, bound, seed, options.overrides, options.runs))
                 print(json.dumps({key: value for key, value in cells[-1].items() if key != "curve"}), flush=True)
                 write(options.json, "cells", cells)
     print(table(cells))

@@ -30,6 +30,7 @@ from roll_opd.megatron.export import hf_tensors, weight_buckets
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs
 from roll_opd.megatron.trainer import MegatronTrainer
 from roll_opd.megatron.vocabulary import VocabShard
+from roll_opd.megatron.weights.fused_experts import as_stored
 from roll_opd.models.flops import TRAINED, sequence_flops
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.weight_bucket import BucketMemory
@@ -108,11 +109,12 @@ def compared(
         found |= {"logprob_mean": off.mean(), "logprob_max": off.max()}
         files = (directory / "student").glob("*.safetensors")
         source = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        exported = {name: tensor.cpu() for name, tensor in hf_tensors(trainer)}
+        written = as_stored(hf_tensors(trainer), read_model(directory / "student"))
+        exported = {name: tensor.cpu() for name, tensor in written}
         found["export_equal"] = all(
             torch.equal(exported[name], source[name].to(exported[name].dtype)) for name in source
         )
-        trainer.load_teacher_head("teacher", reference["head"])
+        trainer.load_teacher_head("teacher", reference["head"], float(reference["logit cap"]) or None)
         for objective, divergence in OBJECTIVES.items():
             settings: dict[str, Any] = {
                 "opd_objective": objective.split()[0],
@@ -138,7 +140,8 @@ def compared(
             if turn == 2:
                 load_state(trainer, saved)
             trainer.update(batch, ObjectivePlan(), TEMPERATURE)
-            ends.append({name: tensor.to("cpu", copy=True) for name, tensor in hf_tensors(trainer)})
+            written = as_stored(hf_tensors(trainer), read_model(directory / "student"))
+            ends.append({name: tensor.to("cpu", copy=True) for name, tensor in written})
     found["twice_equal"] = all(torch.equal(ends[1][name], ends[0][name]) for name in ends[0])
     found["resumed_equal"] = all(torch.equal(ends[2][name], ends[0][name]) for name in ends[0])
     found["learned"] = any(not torch.equal(ends[0][name], exported[name]) for name in ends[0])

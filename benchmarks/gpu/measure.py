@@ -27,7 +27,7 @@ sys.path.append(str(HERE.parent))
 from shapes import SHAPES  # noqa: E402
 
 PARTS = ("numerics", "train", "teacher", "export", "head")
-PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "flash-attn", "numpy")
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "flash-attn", "fla-core", "numpy")
 # f32: only rounding differs, because kernels on an A100 or H100 sum in another order than Hugging Face's
 MOST_OFF_F32 = {"logprob_max": 1e-4, "loss": 1e-4, "gradient_norm": 1e-3}
 # bf16: at most the distance of Hugging Face's bf16 from its f32, plus a tenth for chance

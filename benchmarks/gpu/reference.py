@@ -29,6 +29,7 @@ def main() -> int:
         "--numerics", action="store_true", help="also compute the figures; otherwise only the student is written"
     )
     options = parser.parse_args()
+    sys.modules["fla"] = None  # type: ignore[assignment]  # transformers then computes Gated DeltaNets in torch
     shape = SHAPES[options.shape]
     make_model(options.directory / "student", shape, 1, options.device)
     if not options.numerics:
@@ -43,6 +44,7 @@ def main() -> int:
         for number, side in enumerate(sides):
             found |= {f"{name} {number}": value.cpu().numpy() for name, value in side.items() if name != "all"}
         found["head"] = teacher.lm_head.weight.cpu().numpy()
+        found["logit cap"] = np.array(getattr(teacher.config, "final_logit_softcapping", None) or 0.0)
         del teacher
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             student = load(options.directory / "student", dtype, options.device)
@@ -65,8 +67,9 @@ def main() -> int:
 
 
 def load(directory: Path, dtype: torch.dtype, device: str) -> Any:
-    """Return a frozen model."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    """Return a frozen model. Its attention is the eager one, because the other ones ignore a cap on scores."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return model.to(device).eval()
 
 
 def log_probs(model: Any, tokens_N: Tensor) -> Tensor:
