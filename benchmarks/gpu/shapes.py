@@ -74,7 +74,7 @@ FAMILIES = {
     "gpt_oss": _small(
         "gpt_oss",
         WINDOWS,
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7, "intermediate_size": 64},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0, "intermediate_size": 64},
         {"rope_parameters": YARN | {"truncate": False}},
     ),
     "glm4_moe": _small("glm4_moe", ROUTED, {"n_routed_experts": 8, "n_group": 2, "use_qk_norm": True}),
