@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -117,18 +118,15 @@ def test_grpo_advantages_are_rewards_normalised_in_their_group(claims) -> None:
     assert advantages == pytest.approx(np.outer([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0], np.ones(3)), abs=1e-5)
 
 
-@pytest.mark.nightly  # on every push: the loop's parts above, and OPD that learns in test_minimal_opd.py
 @pytest.mark.slow
 def test_in_small_the_teacher_teaches_what_the_reward_does_not(claims) -> None:
     lab, made = claims("lab"), claims("make_chains")
     engine, task = claims("loop").Loop(CLAIMS / "assets", "threes"), made.TASKS["threes"]
-    reached = {}
-    for name, signal in (("OPD", lab.teacher), ("GRPO", lab.reward)):
-        arm = lab.Arm(lab.on_policy(signal), steps=75, bar=0.3)
-        *_, run = lab.train(engine, task, name, arm, seed=1)
-        reached[name] = max(row["accuracy"] for row in run.curve)
-    assert reached["OPD"] >= 0.3
-    assert reached["GRPO"] < 0.1
+    *_, dense = lab.train(engine, task, "OPD", lab.Arm(lab.on_policy(lab.teacher), steps=100, bar=0.1), seed=1)
+    assert dense.curve[-1]["accuracy"] >= 0.1
+    arm = lab.Arm(lab.on_policy(lab.reward), steps=dense.curve[-1]["step"], bar=0.1, learning_rate=5e-4)
+    *_, sparse = lab.train(engine, task, "GRPO", arm, seed=1)
+    assert max(row["accuracy"] for row in sparse.curve) < 0.1
 
 
 @pytest.mark.nightly
@@ -146,3 +144,38 @@ def test_the_engines_start_from_the_same_student_and_both_train_it(claims, tmp_p
         assert session.sample(asked, 6, greedy=True) != expected
         session.reset(1)
         assert np.mean([a == b for a, b in zip(session.sample(asked, 6, greedy=True), expected, strict=True)]) > 0.95
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_claim_of_the_page_is_complete(claims, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "claim_of_the_page.py").write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    claim, lab, task = claims("claim_of_the_page"), claims("lab"), claims("make_chains").TASKS["threes"]
+    engine = claims("loop").Loop(CLAIMS / "assets", "threes")
+    runs = [
+        asdict([*lab.train(engine, task, name, replace(arm, steps=2), seed=1)][-1]) for name, arm in claim.ARMS.items()
+    ]
+    found = claims("results").Runs(runs, {name: arm.bar for name, arm in claim.ARMS.items()})
+    assert claim.__doc__
+    assert set(claim.holds(claim.figures(found)).values()) <= {True, False}
+    assert claims("results").plot(found, claim.PANELS).count("<path d=") > len(runs)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in CLAIMS.glob("*/__init__.py")))
+def test_every_arm_of_a_claim_makes_a_step(claims, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, loop, task = claims("lab"), claims("loop"), claims("make_chains").TASKS["threes"]
+    engine, fit, calls = loop.Loop(CLAIMS / "assets", "threes"), loop.Loop.fit, []
+    # the supervised training of a start has hundreds of steps; here it has the first ones
+    monkeypatch.setattr(loop.Loop, "fit", lambda *args: calls.append(0) or (len(calls) < 20 and fit(*args)))
+    claim, runs = claims(name), []
+    for arm in claim.ARMS:
+        *_, run = lab.train(engine, task, arm, replace(claim.ARMS[arm], steps=1, length=4), seed=1)
+        assert [row["step"] for row in run.curve][-1] == 1 or run.curve[0]["accuracy"] >= claim.ARMS[arm].bar
+        runs.append(asdict(run))
+    found = claims("results").Runs(runs, {arm: claim.ARMS[arm].bar for arm in claim.ARMS})
+    assert claim.holds(claim.figures(found))
+    assert claims("results").plot(found, claim.PANELS).startswith("<svg")

@@ -32,6 +32,7 @@ class Loop:
     """A student and a teacher of a directory that make_chains.py wrote."""
 
     rollout: Rollout  # of the last `sample`
+    start: dict[str, Tensor]  # weights before the first step
 
     def __init__(self, models: Path, task: str) -> None:
         torch.set_num_threads(1)  # models this small only make several threads wait for each other
@@ -50,6 +51,7 @@ class Loop:
         """Start again from the first student, with a new optimizer."""
         torch.manual_seed(seed)
         self.student = self.load(f"{self._task}_student")
+        self.start = self.weights()
         self.new_optimizer()
 
     def new_optimizer(self) -> None:
@@ -63,8 +65,9 @@ class Loop:
             torch.manual_seed(0)
             prepare()
             torch.set_rng_state(state)
-            self._prepared[key] = {name: value.clone() for name, value in self.student.state_dict().items()}
-        self.student.load_state_dict(self._prepared[key])
+            self._prepared[key] = self.weights()
+        self.start = self._prepared[key]
+        self.student.load_state_dict(self.start)
         self.new_optimizer()
 
     @torch.no_grad()
@@ -81,7 +84,11 @@ class Loop:
         self.rollout = Rollout(prompts_BP, answers_BA, torch.ones_like(answers_BA, dtype=torch.bool))
         return self.tokenizer.batch_decode(answers_BA)
 
-    def load_state(self, weights: Mapping[str, Tensor]) -> Any:
+    def weights(self) -> dict[str, Tensor]:
+        """Return a copy of the student's weights."""
+        return {name: value.clone() for name, value in self.student.state_dict().items()}
+
+    def model_of(self, weights: Mapping[str, Tensor]) -> Any:
         """Return another model with these weights, without gradients."""
         model = copy.deepcopy(self.student)
         model.load_state_dict(weights)
