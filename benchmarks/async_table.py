@@ -2,7 +2,8 @@
 
     python benchmarks/async_table.py [--cells tasks signals] [--tasks demo tail game] [--bounds 1 2 4]
         [--seeds 42 43 44] [--json OUT] [--runs DIR] [key=value ...]
-    python benchmarks/async_table.py --throughput [--bounds 0 0.5 1 2 4 8] [--steps 24] [--json OUT] [--svg OUT]
+    python benchmarks/async_table.py --throughput [--stated ANSWER:LEARN] [--bounds 0 0.5 1 2 4 8] [--steps 24]
+        [--jobs 1] [--json OUT] [--svg OUT]
 
 `tasks` runs each task at each bound: the demo, the demo with answers that take a long-tailed time, and FrozenLake.
 `signals` runs the demo at S = 8: reverse KL from the learner's log-probs and from stored log-probs
@@ -10,15 +11,21 @@
 `--runs` keeps the directories of the runs.
 
 `--throughput` runs the demo at each bound without validation and compares the steps with the parts of the synchronous
-steps. Every run is started by the real launcher, with the engines on a separate slot.
+steps. With `--stated 6:12`, the answers to a prompt together take at least a lognormal time with a mean of 6 s, with
+`SLOTS` prompts at the same time, and the updates of a step take at least 12 s (`stated_times.py`), as if both sides had
+devices of these speeds; the real parts run within these times. The table then also has the step of the simulator. The
+real launcher starts every run, with the engines on a separate slot.
 """
 
 import argparse
 import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +34,22 @@ from typing import Any
 
 from loglog import Panel, drawn
 from pipeline_run import machine
+from stated_times import SECONDS
 
+from roll_opd.models.async_simulator import Costs, lognormal, simulate
+from roll_opd.models.group_window import Pace
 from roll_opd.tracking.divergence_alarm import ESS, KL, DivergenceAlarm
 from roll_opd.tracking.summary import ACCURACY
 
 ROOT = Path(__file__).resolve().parent.parent
 PURE, RLVR = "examples/start_onpolicy_distill_pipeline.py", "examples/start_rlvr_pipeline.py"
 AGENTIC, STORED = "examples/start_agentic_pipeline.py", "benchmarks/stored_signal.py"
+STATED = "benchmarks/stated_times.py"
 TIS = "+train_infer_correction={is_weight: {enabled: true}}"
+PROMPTS, RUNS, SLOTS, SPREAD = 16, 2, 16, 0.5  # with stated times; the spread is that of the logarithm
 WARM_UP = 4  # steps that throughput does not count
-# seconds of an answer in the task `tail`, in addition to its tokens: lognormal, by the question
+# `slow_answers` (task `tail`) waits lognormal seconds, by the question, before an answer; with `stated_answers`, the
+# answers to a prompt take at least lognormal seconds
 SLOW_WORKFLOW = """
 import asyncio
 import random
@@ -50,6 +63,17 @@ class SlowAnswers(OnPolicyDistillWorkflow):
     async def run_async(self):
         await asyncio.sleep(min(10.0, random.Random(str(self.task.raw_task)).lognormvariate(-1.5, 1.5)))
         return await super().run_async()
+
+
+TIMES = random.Random(0)
+
+
+@WORKFLOWS.register_module("stated_answers")
+class StatedAnswers(OnPolicyDistillWorkflow):
+    async def run_async(self):
+        median, spread = self.task.workflow_args["seconds"]
+        waiting = asyncio.sleep(TIMES.lognormvariate(median, spread))
+        return (await asyncio.gather(super().run_async(), waiting))[0]
 """
 
 
@@ -102,7 +126,7 @@ def launched(task: Task, *settings: str, keep: Path | None = None) -> list[dict[
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "plugins").mkdir(exist_ok=True)
         (Path(directory) / "plugins" / "slow.py").write_text(SLOW_WORKFLOW)
-        plugins = (f"plugin_dir={directory}/plugins",) if "workflow=slow_answers" in task.settings else ()
+        plugins = (f"plugin_dir={directory}/plugins",) if any("_answers" in word for word in task.settings) else ()
         config = ("--config_path", task.config[0], "--config_name", task.config[1])
         output = (f"output_dir={directory}", "exp_name=run", "save_steps=0")
         command = [sys.executable, task.launcher, *config, *output, *task.settings, *plugins, *settings]
@@ -188,41 +212,75 @@ def speed(rows: Sequence[dict[str, Any]], bound: float) -> dict[str, float]:
     return found
 
 
-def throughput(bounds: Sequence[float], steps: int, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """Run the demo at each bound; add to each row the ratios to the synchronous step and to its longer part."""
+def stated(answer: float) -> tuple[str, ...]:
+    """Return the settings for small batches, in which the answers to a prompt take `answer` seconds on average."""
+    return (
+        *("workflow=stated_answers", "prompt_key=messages", f"workflow_concurrency={SLOTS}", "workflow_workers=1"),
+        f"workflow_args={{seconds: [{math.log(answer) - SPREAD**2 / 2:.4f}, {SPREAD}]}}",
+        *(f"rollout_batch_size={PROMPTS}", f"num_return_sequences_in_group={RUNS}"),
+        f"student_train.training_args.per_device_train_batch_size={PROMPTS * RUNS // 4}",
+    )
+
+
+def throughput(
+    bounds: Sequence[float],
+    steps: int,
+    overrides: Sequence[str],
+    times: tuple[float, float] | None = None,
+    jobs: int = 1,
+) -> list[dict[str, float]]:
+    """Run the demo at each bound; add to each row the ratios to the synchronous step and to its longer part.
+
+    With `times`, the mean seconds of an answer and the seconds of a step's updates, also add the simulator's step.
+    """
     off = ("validation=null", "eval_steps=0", f"max_steps={steps}", *overrides)
     demo = Task(PURE, DISTILLED, DEMO[:-1])
-    found = []
-    for bound in bounds:
-        found.append(speed(launched(demo, f"async_generation_ratio={bound:g}", *off), bound))
-        print(json.dumps(found[-1]), flush=True)
+    if times:
+        demo = Task(STATED, DISTILLED, (*demo.settings, *stated(times[0])))
+
+    def measured(bound: float) -> dict[str, float]:
+        found = speed(launched(demo, f"async_generation_ratio={bound:g}", *off), bound)
+        print(json.dumps(found), flush=True)
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(measured, bounds))
     if base := next((row for row in found if not row["S"]), None):
         longer = max(base["generate"], base["teacher"] + base["train"])
         for row in found:
             row["speed-up"] = row["tokens/s"] / base["tokens/s"]
             row["step / longer part"] = row["step"] / longer
+            if times:
+                row["simulated step"] = simulated(row["S"], times[0], base)
     return found
+
+
+def simulated(bound: float, answer: float, base: dict[str, float]) -> float:
+    """Return the simulator's step for stated times of answers, and the other parts of the synchronous run `base`."""
+    # one call of the workflow makes all answers to a prompt
+    costs = Costs(lognormal(answer, SPREAD), score=base["teacher"], learn=base["train"], sync=base["weight_sync"])
+    return simulate(Pace.of(PROMPTS, bound), costs, runs=1, slots=SLOTS, batches=300).step
 
 
 def speed_table(rows: Sequence[dict[str, float]]) -> str:
     """Return the throughput as a Markdown table."""
-    columns = ("S", "step", "tokens/s", "speed-up", "step / longer part", "age_mean", "learner_idle", "engines_idle")
+    columns = ("S", "step", "simulated step", "tokens/s", "speed-up", "step / longer part", "age_mean", "learner_idle")
     shown = [name for name in columns if all(name in row for row in rows)]
     lines = [f"| {' | '.join(shown)} |", "|---" * len(shown) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(f'{row[name]:.3g}' for name in shown)} |" for row in rows)])
 
 
-def svg(rows: Sequence[dict[str, float]]) -> str:
+def svg(rows: Sequence[dict[str, float]], title: str = "demo") -> str:
     """Return a chart of the speed over S, for the bounds above 0, relative to the synchronous run."""
     ahead = [row for row in rows if row["S"]]
     lines = {name: [row[name] for row in ahead] for name in ("speed-up", "step / longer part")}
-    return drawn([Panel("demo: speed over S, against S = 0", [row["S"] for row in ahead], lines)], columns=1)
+    return drawn([Panel(f"{title}: speed over S, against S = 0", [row["S"] for row in ahead], lines)], columns=1)
 
 
-def write(path: Path | None, key: str, rows: Sequence[dict[str, Any]]) -> None:
+def write(path: Path | None, key: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), key: rows}, indent=1) + "\n")
+        path.write_text(json.dumps({"machine": machine(), **more, key: rows}, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -235,16 +293,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--throughput", action="store_true")
     parser.add_argument("--steps", type=int, default=24, help="of a run for the throughput (%(default)s)")
+    parser.add_argument("--stated", metavar="ANSWER:LEARN", help="seconds of an answer, and of a step's updates")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, with --stated (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--svg", type=Path, metavar="OUT")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the directories of the runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configurations")
     options = parser.parse_intermixed_args(arguments)
     if options.throughput:
-        rows = throughput(options.bounds or [0, 0.5, 1, 2, 4, 8], options.steps, options.overrides)
-        write(options.json, "throughput", rows)
+        times = None
+        if options.stated:
+            answer, learn = map(float, options.stated.split(":"))
+            os.environ[SECONDS], times = str(learn), (answer, learn)
+        bounds = options.bounds or [0, 0.5, 1, 2, 4, 8]
+        rows = throughput(bounds, options.steps, options.overrides, times, options.jobs)
+        write(options.json, "throughput", rows, steps=options.steps, stated=options.stated)
         if options.svg:
-            options.svg.write_text(svg(rows))
+            options.svg.write_text(svg(rows, "demo with stated times" if times else "demo"))
         print(speed_table(rows))
         return 0
     chosen = [(name, TASKS[name], bound) for name in options.tasks for bound in options.bounds or [1, 2, 4]]

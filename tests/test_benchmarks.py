@@ -4,6 +4,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,9 +231,10 @@ def test_throughput_is_relative_to_the_synchronous_run_and_its_longer_part(async
         return [{"step": step, **row} for step in range(1, 9)]
 
     monkeypatch.setattr(async_table, "launched", launched)
-    synchronous, ahead = async_table.throughput([0, 1], 8, ())
+    synchronous, ahead = async_table.throughput([0, 1], 8, (), times=(0.75, 1.25))
     assert synchronous["speed-up"] == 1 and ahead["speed-up"] == pytest.approx(1.75)
     assert ahead["step / longer part"] == pytest.approx(2 / 1.75)
+    assert ahead["simulated step"] == pytest.approx(1.85, rel=0.1)
     assert async_table.svg([synchronous, ahead, {**ahead, "S": 2}]).startswith("<svg")
 
 
@@ -240,10 +242,13 @@ def test_throughput_is_relative_to_the_synchronous_run_and_its_longer_part(async
 def test_every_cell_of_the_async_table_has_a_valid_configuration(async_table, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(BENCHMARKS.parent)
     (tmp_path / "slow.py").write_text(async_table.SLOW_WORKFLOW)
-    for task, bound in [(task, 1) for task in async_table.TASKS.values()] + [
+    waiting = replace(
+        async_table.TASKS["demo"], launcher=async_table.STATED, settings=(*async_table.DEMO, *async_table.stated(0.5))
+    )
+    for task, bound in [(task, 1) for task in (*async_table.TASKS.values(), waiting)] + [
         (t, 8) for t in async_table.SIGNALS.values()
     ]:
-        plugins = [f"plugin_dir={tmp_path}"] if "workflow=slow_answers" in task.settings else []
+        plugins = [f"plugin_dir={tmp_path}"] if any("_answers" in word for word in task.settings) else []
         settings = [*task.settings, *plugins, f"async_generation_ratio={bound}", f"output_dir={tmp_path}/output"]
         plan = load_plan(*task.config, settings, pure=task.launcher != async_table.RLVR, runnable=False)
         assert (
