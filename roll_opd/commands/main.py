@@ -44,7 +44,7 @@ class Command:
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    of_run = "predict step times from a run of this configuration without generation ahead"
+    of_run = "predict step times from a synchronous run of this configuration"
     parser.add_argument("--measured", metavar="RUN_DIR", help=of_run)
     of_costs = (
         "predict step times from seconds per step:"

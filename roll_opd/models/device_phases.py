@@ -1,7 +1,7 @@
 """State machine for the memory that each role holds on shared devices in each phase. Starts no processes.
 
-For each phase, `HOLDS` lists which parts of its memory an active role holds. In most phases, the other roles on the
-same device hold no memory. In the phases in `TOGETHER`, they also hold their parts in `HOLDS`.
+`HOLDS` lists, for each phase, the parts of the device memory that an active role keeps. In most phases, the other roles
+on the same device hold no memory. In the phases in `TOGETHER`, they also hold their parts in `HOLDS`.
 
 Phases may follow each other in any order. Engines that discarded their weights need a weight sync before they generate
 again. Invalid calls raise `PhaseError` and do not change the state.

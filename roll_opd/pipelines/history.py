@@ -167,7 +167,7 @@ def read_settings(run: Path, like: RunPlan) -> Settings | None:
 
 
 def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
-    """Return an error for each changed setting with which the optimizer state in `checkpoint` cannot be loaded."""
+    """Return an error for each changed setting that makes the optimizer state in `checkpoint` unusable."""
     now, problems = settings.parts[-1].settings or {}, []
     for key, (before, after) in settings.changes.items():
         section = key.removesuffix(f".{DISTRIBUTED_OPTIMIZER}").removesuffix(".model_args.dtype")

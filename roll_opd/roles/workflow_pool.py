@@ -181,9 +181,9 @@ class WorkflowPool:
             )
 
     def _with_teacher(self, made: Sample) -> Sample:
-        """Return the sample with the workflow's teacher log-probs stored under the name of a teacher of the run.
+        """Return the sample with the teacher log-probs of its workflow under a teacher's name.
 
-        This teacher is the first teacher that accepts the sample's tag.
+        The name is that of the first teacher that accepts the sample's tag.
         """
         if not made.teacher_logprobs:
             return made

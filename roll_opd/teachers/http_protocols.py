@@ -161,7 +161,7 @@ class Sglang:
         rows = _last_rows(_field(answer, "meta_info", "input_top_logprobs"), question)
         pairs = [_triples(row) for row in rows]
         if any(len(values) != question.topk for values, _ in pairs):
-            raise BadAnswer(f"input_top_logprobs does not have {question.topk} most likely tokens for each token")
+            raise BadAnswer(f"input_top_logprobs does not have {question.topk} tokens at each position")
         top = np.array([ids for _, ids in pairs], np.int32), _checked([values for values, _ in pairs])
         return Reply(_checked(logprobs), *top)
 

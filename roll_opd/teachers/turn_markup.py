@@ -25,7 +25,7 @@ class ObservedTurn:
 
 @dataclass(frozen=True)
 class TurnMarkup:
-    """The text that a chat template adds before and after a turn between two answers. It depends on the turn's role."""
+    """The text that a chat template adds before and after a turn that is not an answer, by the role of the turn."""
 
     around: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # role -> text before and after the content
     end: str = ""  # text of the token that ends an answer; the text before the content starts with it
