@@ -179,3 +179,17 @@ def test_every_arm_of_a_claim_makes_a_step(claims, name: str, monkeypatch: pytes
     found = claims("results").Runs(runs, {arm: claim.ARMS[arm].bar for arm in claim.ARMS})
     assert claim.holds(claim.figures(found))
     assert claims("results").plot(found, claim.PANELS).startswith("<svg")
+
+
+def test_only_the_truncated_sum_pulls_a_student_that_equals_its_teacher(claims) -> None:
+    claim = claims("topk_tail")
+    logits = torch.randn((2, 3, 12), generator=torch.Generator().manual_seed(0), requires_grad=True)
+    tokens = torch.zeros((2, 3), dtype=torch.int64)
+    pulls = {}
+    for name, loss in claim.LOSSES.items():
+        student = logits.log_softmax(-1)
+        (pulls[name],) = torch.autograd.grad(loss(student, student.detach(), tokens), logits)
+    assert {name for name, pull in pulls.items() if pull.abs().max() > 1e-6} == {"top-4, truncated"}
+    mass = logits.softmax(-1).topk(claim.TOP).values.sum()
+    (rise,) = torch.autograd.grad(mass, logits)
+    assert (rise * pulls["top-4, truncated"]).sum() > 0  # a step down the loss lowers the mass
