@@ -173,8 +173,14 @@ def _optional(sample: Sample, weight: float | None, *, is_scored: bool, is_stale
         ref_logprobs=sample.ref_logprobs,
         rewards=None if reward is None else np.full(sample.response_length, reward, np.float32),
         importance_weights=_importance_weights(sample, weight),
-        sampling_logprobs=sample.rollout_logprobs if is_stale and not sample.demonstration else None,
+        sampling_logprobs=_sampling_logprobs(sample) if is_stale and not sample.demonstration else None,
     )
+
+
+def _sampling_logprobs(sample: Sample) -> np.ndarray:
+    """Return the log-probs of the sampling distribution, f32 [T-P]; zeros if no token was sampled."""
+    sampled = sample.rollout_logprobs
+    return np.zeros(sample.response_length, np.float32) if sampled is None else sampled
 
 
 def _common_names(samples: Sequence[Sample], optional: Sequence[dict[str, np.ndarray]]) -> list[str]:

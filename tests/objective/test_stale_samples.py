@@ -101,6 +101,15 @@ def test_tokens_of_older_weights_have_the_gradient_of_the_current_kl() -> None:
     assert (found["not"] - wanted).abs().max() > 0.05
 
 
+def test_a_sample_without_sampled_tokens_changes_no_gradient() -> None:
+    samples = stale(6, rewarded=False)
+    columns = as_columns(action_mask=np.zeros(3, bool)) | teacher_columns({"t": -np.ones(3, np.float32)})
+    empty = Sample(np.arange(5), 2, columns, id="empty")
+    now = now_of([*samples, empty])
+    found = gradient([*samples, empty], PURE, now)
+    assert torch.equal(found[:-3], gradient(samples, PURE, now[:-1])) and not found[-3:].any()
+
+
 def test_the_audit_shows_the_advantages_of_the_update() -> None:
     made = stale(5, rewarded=False)
     samples = [sample.with_columns(old_logprobs=now) for sample, now in zip(made, now_of(made), strict=True)]
