@@ -21,7 +21,7 @@ KL, GAE, TOKENS = "test_kl.py", "test_gae.py", "test_token_advantages.py"
 LOSSES, ADVANTAGES, DIVERGENCES = "test_losses.py", "test_advantage_functions.py", "test_divergences.py"
 CORRECTIONS, MASKS, STEPS = "test_corrections.py", "test_sample_masks.py", "test_steps_of_runs.py"
 WHOLE_LOSS, STEP_REWARDS = "test_megatron_loss_formulas.py", "test_step_rewards.py"
-PREFIXES = "test_prefix_logprobs.py"
+PREFIXES, STALE = "test_prefix_logprobs.py", "test_stale_samples.py"
 
 WRONG_FORMULAS = (
     # estimators of KL
@@ -194,6 +194,12 @@ WRONG_FORMULAS = (
     ),
     WrongFormula(
         "truncation from below", "ratio_M.clamp(max=upper_bound)", "ratio_M.clamp(min=upper_bound)", (CORRECTIONS,)
+    ),
+    WrongFormula(
+        "weights of stale tokens with the ratio turned round",
+        'student_M - columns["sampling_logprobs"]',
+        'columns["sampling_logprobs"] - student_M',
+        (STALE,),
     ),
     WrongFormula(
         "gap of negatives with the wrong sign",
