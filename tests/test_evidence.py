@@ -1,6 +1,7 @@
 """docs/evidence.md against the result files, and the first claim in small without engines."""
 
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -193,3 +194,17 @@ def test_only_the_truncated_sum_pulls_a_student_that_equals_its_teacher(claims) 
     mass = logits.softmax(-1).topk(claim.TOP).values.sum()
     (rise,) = torch.autograd.grad(mass, logits)
     assert (rise * pulls["top-4, truncated"]).sum() > 0  # a step down the loss lowers the mass
+
+
+def test_the_reverse_losses_have_equal_gradients_for_fresh_samples_only(claims) -> None:
+    claim, made = claims("staleness"), claims("make_chains")
+    engine = claims("loop").Loop(CLAIMS / "assets", "threes")
+    engine.sample(made.questions(made.TASKS["threes"], 4, seed=1), 4, greedy=False)
+    fresh = engine.logprobs(engine.student).detach()
+    parameter = engine.student.model.layers[0].mlp.up_proj.weight
+    for shift, equal in ((0.0, True), (0.5, False)):
+        old = claim.Old(engine.rollout, fresh - shift, np.zeros((1, 4), np.float32))
+        losses = (claim.stored, claim.recomputed, claim.weighted)
+        pulls = [torch.autograd.grad(loss(engine, old), parameter)[0] for loss in losses]
+        for one, other in itertools.combinations(pulls, 2):
+            assert torch.allclose(one, other, rtol=1e-3, atol=1e-6) == equal
