@@ -208,3 +208,9 @@ def test_the_reverse_losses_have_equal_gradients_for_fresh_samples_only(claims) 
         pulls = [torch.autograd.grad(loss(engine, old), parameter)[0] for loss in losses]
         for one, other in itertools.combinations(pulls, 2):
             assert torch.allclose(one, other, rtol=1e-3, atol=1e-6) == equal
+
+
+def test_the_step_of_an_alarm_follows_from_its_shares(claims) -> None:
+    steps = [{"step": 0}, {"step": 4, "alarm": 0.0}, {"step": 8, "alarm": 0.5}, {"step": 9, "alarm": 1.0}]
+    runs = claims("results").Runs([{"arm": "a", "curve": steps}, {"arm": "a", "curve": steps[:2]}], {})
+    assert runs.alarm_steps("a") == [7, 5]

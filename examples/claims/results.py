@@ -39,6 +39,17 @@ class Runs:
         """Return the highest validation accuracy."""
         return [max(values) for values in self.series(arm, "accuracy")]
 
+    def alarm_steps(self, arm: str) -> list[int]:
+        """Return the step of the first alarm; without an alarm, one more than the last step.
+
+        "alarm" in a row is the share of the steps since the last validation that came after the alarm or with it.
+        """
+        found = []
+        for run in self.of(arm):
+            pairs = itertools.pairwise(run["curve"])
+            found.append(1 + round(sum((1 - row["alarm"]) * (row["step"] - before["step"]) for before, row in pairs)))
+        return found
+
     def mean_reward(self, arm: str) -> list[float]:
         """Return the mean reward of all samples in training."""
         found = []
