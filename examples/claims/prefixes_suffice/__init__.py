@@ -23,10 +23,7 @@ def part(first: int, end: int) -> Signal:
     return signal
 
 
-ARMS = {
-    name: Arm(on_policy(part(*tokens)), STEPS, LENGTH, NEVER, decay=True, seeds=1 if name == "last 30 %" else None)
-    for name, tokens in PARTS.items()
-}
+ARMS = {name: Arm(on_policy(part(*tokens)), STEPS, LENGTH, NEVER, decay=True) for name, tokens in PARTS.items()}
 PANELS = {f"chains of {LENGTH}": Panel(tuple(ARMS))}
 
 
