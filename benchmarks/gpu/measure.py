@@ -110,31 +110,31 @@ def versions() -> dict[str, str]:
 
 def problems(found: Mapping[str, Any], shapes: Sequence[str]) -> list[str]:
     """Return a message for each number outside its bound and each failed part. Too little memory is not a failure."""
-    told = []
+    lines = []
     for shape in shapes:
         for part, value in found[shape].items():
             if "failed" in value:
-                told.append(f"{shape} {part}: {value['failed'].strip().splitlines()[-1]}")
+                lines.append(f"{shape} {part}: {value['failed'].strip().splitlines()[-1]}")
         for dtype, of in found[shape].get("numerics", {}).items():
-            told += [f"{shape} {dtype}: {text}" for text in off(dtype, of)] if isinstance(of, Mapping) else []
-    return told
+            lines += [f"{shape} {dtype}: {text}" for text in off(dtype, of)] if isinstance(of, Mapping) else []
+    return lines
 
 
 def off(dtype: str, found: Mapping[str, Any]) -> list[str]:
     """Return a message for each number of a dtype that is outside its bound."""
-    told = [f"{name} is false" for name, value in found.items() if value is False]
+    lines = [f"{name} is false" for name, value in found.items() if value is False]
     most = MOST_OFF_F32 if dtype == "fp32" else MOST_OFF_BF16
     for way, name in (("deterministic", "logprob"), ("fast", "fast")):
         largest, mean = found[f"{name}_max"], found[f"{name}_mean"]
         if dtype == "fp32" and largest > most["logprob_max"]:
-            told.append(f"a {way} log-prob is off by {largest:.2g}")
+            lines.append(f"a {way} log-prob is off by {largest:.2g}")
         if dtype == "bf16" and mean > most["times_theirs"] * found["theirs_mean"]:
-            told.append(f"{way} log-probs are off by {mean:.2g}, Hugging Face's by {found['theirs_mean']:.2g}")
+            lines.append(f"{way} log-probs are off by {mean:.2g}, Hugging Face's by {found['theirs_mean']:.2g}")
     for objective, values in found.items():
         for name, value in values.items() if isinstance(values, Mapping) else ():
             if value > most[name]:
-                told.append(f"{objective}: {name} has a relative error of {value:.2g}")
-    return told
+                lines.append(f"{objective}: {name} has a relative error of {value:.2g}")
+    return lines
 
 
 def report(found: Mapping[str, Any], shapes: Sequence[str]) -> list[str]:

@@ -81,7 +81,7 @@ TASKS = {task.name: task for task in (Task("threes", 3, 4, seed=1), Task("twos",
 
 
 def second(task: Task) -> Task:
-    """Return the other rule in letters, a second skill whose questions a model can tell from the first."""
+    """Return the other rule in letters: a second task, whose questions have no digits."""
     (other,) = (other for other in TASKS.values() if other.name != task.name)
     return replace(other, name=f"{other.name} in letters", alphabet="abcdefghij")
 

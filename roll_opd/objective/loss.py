@@ -137,7 +137,7 @@ def stale_weights(student_M: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     """Return the importance weights min(exp(l - l_sampling), `STALE_LIMIT`) of the teachers' part, f32 [M].
 
     Without these weights, the mean of the penalty acts on the tokens of the older weights as a separate gradient: it
-    moves the student away from the older weights, further with each update, and the run diverges. A low limit leaves
+    moves the student away from the older weights, further with each update, and the accuracy falls. A low limit leaves
     a part of this gradient. Tokens outside the mask and tokens of demonstrations have the weight 1.
 
     Args:
