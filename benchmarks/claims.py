@@ -30,7 +30,7 @@ CLAIMS = REPOSITORY / "examples" / "claims"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "claims"
 sys.path.insert(0, str(CLAIMS))
 
-from results import Runs, plot, table  # noqa: E402
+from results import Runs, cost, plot, table  # noqa: E402
 
 
 def names() -> list[str]:
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.names) - set(names()):
         parser.error(f"no claim {', '.join(sorted(unknown))}; known are {', '.join(names())}")
     verdicts = [measure(name, options) for name in options.names or names()]
+    files = options.output.glob("*.json")
+    hours, memory = cost([json.loads(file.read_text(encoding="utf-8")) for file in files])
+    print(f"all claims in {options.output}: {hours} CPU-hours, peak memory {memory} GiB")
     return 0 if all(verdicts) else 1
 
 

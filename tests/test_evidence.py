@@ -16,8 +16,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "claims"
 CLAIMS = REPOSITORY / "examples" / "claims"
 PAGE = REPOSITORY / "docs" / "evidence.md"
+MODES = REPOSITORY / "docs" / "modes.md"
 SECTION = re.compile(r"^## .*?\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"results/claims/([\w-]+)\.json")
+TITLED = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+ADVICE = re.compile(r"^\| (.*\]\(evidence\.md#([\w-]+)\)).* \|$", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.:/-])\d[\d,]*(?:\.\d+)?(?![\w/-])")
 
 
@@ -90,6 +93,32 @@ def test_figures_and_verdicts_follow_from_the_runs(claims) -> None:
         result = json.loads(file.read_text())
         bars = {arm: values["bar"] for arm, values in result["arms"].items()}
         assert judged(claims(file.stem.partition("-")[0]), result, bars).items() <= result.items()
+
+
+def test_the_page_states_the_cost_of_all_claims(claims) -> None:
+    results = [json.loads(file.read_text()) for file in RESULTS.glob("*.json")]
+    (stated,) = re.findall(
+        r"All\s+claims\s+together\s+take\s+(\S+)\s+CPU-hours,\s+and\s+the\s+peak\s+memory\s+is\s+(\S+)\s+GiB",
+        PAGE.read_text(encoding="utf-8"),
+    )
+    assert tuple(map(float, stated)) == claims("results").cost(results)
+    seconds = [run["seconds"] for result in results for run in result["runs"]]
+    assert float(stated[0]) == pytest.approx(np.sum(seconds) / 3600, abs=0.005)
+    assert float(stated[0]) < 3  # hours, of all claims one after the other
+
+
+ADVICES = ADVICE.findall(MODES.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("row", "anchor"), ADVICES, ids=[row[:30] for row, _ in ADVICES])
+def test_the_numbers_of_an_advice_are_figures_of_its_section(row: str, anchor: str) -> None:
+    texts = {
+        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-"): text
+        for heading, text in TITLED.findall(PAGE.read_text(encoding="utf-8"))
+    }
+    results = [json.loads((RESULTS / f"{name}.json").read_text()) for name in LINK.findall(texts[anchor])]
+    known = numbers_in([{key: value for key, value in result.items() if key != "runs"} for result in results])
+    assert [shown for shown in NUMBER.findall(prose_of(row)) if not is_in(shown, known)] == []
 
 
 def test_a_right_answer_is_a_chain_and_one_wrong_digit_is_not(claims) -> None:

@@ -142,3 +142,9 @@ def table(runs: Runs) -> str:
         best = ", ".join(f"{value:.2f}" for value in runs.best(arm))
         lines.append(f"| {arm} | {seeds} | {', '.join(steps)} | {best} | {mean(runs.last(arm)):.2f} |")
     return "\n".join(lines)
+
+
+def cost(results: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the CPU hours of all runs in result files, and the largest peak memory in GiB that a file has."""
+    hours = sum(run["seconds"] for result in results for run in result["runs"]) / 3600
+    return round(hours, 2), round(max(result.get("peak_bytes", 0) for result in results) / 2**30, 2)
