@@ -5,8 +5,9 @@ driver only coordinates the transfer, so the weights never pass through the driv
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from roll_opd.cluster.group import ActorGroup
@@ -69,7 +70,7 @@ class SharedMemorySync:
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
         """See `WeightSync.push`."""
-        begin = self.engines.call("begin_update", version)
+        begin = partial(self.engines.call, "begin_update", version)
         await stream(self.student, [self.engines, *followers], self.dtype, version, begin)
 
 
@@ -120,13 +121,16 @@ class ReceivingHost:
 
 
 async def stream(
-    student: ActorGroup, receivers: Sequence[ActorGroup], dtype: str, version: int, begin: Any = None
+    student: ActorGroup,
+    receivers: Sequence[ActorGroup],
+    dtype: str,
+    version: int,
+    begin: Callable[[], Awaitable[Any]] | None = None,
 ) -> None:
     """Send all weights to `receivers` in buckets through shared memory.
 
     Rank 0 of the student writes two memories in turn, or a single memory if no receiver runs on its host. Receivers on
-    other hosts get the buckets through Ray's object store. The awaitable `begin` runs while the first bucket is
-    written.
+    other hosts get the buckets through Ray's object store. `begin` is called while the first bucket is written.
     """
     hosts = await hosts_of(student, receivers)
     sends = not all(host.is_senders for host in hosts)
@@ -134,7 +138,7 @@ async def stream(
 
     async def send_from_rank_0() -> None:
         (bucket, last), _ = await asyncio.gather(
-            student.ask(0, "export_weights", dtype, memories), begin or asyncio.sleep(0)
+            student.ask(0, "export_weights", dtype, memories), begin() if begin else asyncio.sleep(0)
         )
         while True:
             content = await student.ask(0, "share_bucket") if sends else []
