@@ -28,6 +28,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -203,24 +204,29 @@ CONFIGS = {
 
 
 def save_models(directory: Path) -> None:
-    """Write every model, with norms and biases that differ from their initial ones and zeros."""
+    """Write every model and the adapters."""
     for seed, (name, config) in enumerate(CONFIGS.items()):
-        torch.manual_seed(seed)
-        kind = AutoModelForSequenceClassification if name.endswith("valued") else AutoModelForCausalLM
-        model = kind.from_config(config()).float()
-        with torch.no_grad():
-            biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
-            stacked = {id(each) for key, each in model.named_parameters() if key.endswith("_bias")}  # of experts
-            for parameter in (*model.parameters(), *biases):
-                if parameter.ndim == 1 or id(parameter) in stacked:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
-        model.save_pretrained(directory / name)
+        save_random(directory / name, config(), seed, valued=name.endswith("valued"))
     for name in ("qwen3_5", "qwen3_5_moe"):
         save_multimodal(directory / name, directory / f"{name}_multimodal")
     for name in ("deepseek_v3", "glm4_moe", "deep"):
         save_predicting(directory / name, directory / f"{name}_mtp")
     for kind, targets in LORA_TARGETS.items():
         save_adapter(directory / f"adapter-{len(targets)}", str(directory / LORA_MODELS[kind]), targets, **LORA)
+
+
+def save_random(path: Path, config: PreTrainedConfig, seed: int, *, valued: bool = False) -> None:
+    """Write a random model in f32, with norms and biases that differ from their initial ones and zeros."""
+    torch.manual_seed(seed)
+    kind = AutoModelForSequenceClassification if valued else AutoModelForCausalLM
+    model = kind.from_config(config).float()
+    with torch.no_grad():
+        biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+        stacked = {id(each) for key, each in model.named_parameters() if key.endswith("_bias")}  # of experts
+        for parameter in (*model.parameters(), *biases):
+            if parameter.ndim == 1 or id(parameter) in stacked:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(path)
 
 
 def save_multimodal(source: Path, path: Path) -> None:
