@@ -168,10 +168,17 @@ def _by_expert(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
 class Running:
     """An engine with its event loop."""
 
-    def __init__(self, path: str, dtype: str = "fp32", **arguments: Any) -> None:
-        self.runner = asyncio.Runner()  # cancels at its end what is still running
+    def __init__(
+        self,
+        path: str,
+        dtype: str = "fp32",
+        max_model_len: int = MAX_MODEL_LEN,
+        runner: asyncio.Runner | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.runner = runner or asyncio.Runner()  # cancels at its end what is still running
         self.loop = self.runner.get_loop()
-        starting = InferenceEngine.start(ModelPlan(path, dtype), max_model_len=MAX_MODEL_LEN, seed=0, **arguments)
+        starting = InferenceEngine.start(ModelPlan(path, dtype), max_model_len=max_model_len, seed=0, **arguments)
         self.engine = self.run(starting)
 
     def run(self, coroutine: Any) -> Any:
