@@ -98,12 +98,7 @@ def distilled(reference: float = 0.0, mixture: bool = False) -> Method:
     return begin
 
 
-METHODS = {
-    "plain": distilled(),
-    "reference": distilled(reference=1.0),
-    "mixture": distilled(mixture=True),
-    "both": distilled(reference=1.0, mixture=True),
-}
+METHODS = {"plain": distilled(), "both": distilled(reference=1.0, mixture=True)}
 ARMS = {
     name: Arm(method, STEPS, DIGITS, bar=2.0, learning_rate=5e-4, measure=measured) for name, method in METHODS.items()
 }
