@@ -54,6 +54,12 @@ class ActorGroup:
         self._hosts = self._hosts or await self.call("host")
         return self._hosts
 
+    def split(self, place: int) -> "tuple[ActorGroup, ActorGroup]":
+        """Return two groups: the actors before index `place`, and the other actors."""
+        parts = slice(place), slice(place, None)
+        first, second = (ActorGroup(self.actors[part], self.names[part]) for part in parts)
+        return first, second
+
     async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` on one actor and return its result."""
         return await self._answer(actor, getattr(self.actors[actor], method).remote(*args, **kwargs), method)

@@ -285,6 +285,14 @@ class RunPlan(RunKeys, RolloutKeys):
         return bool(self.data.environments)
 
     @property
+    def training_engines(self) -> int:
+        """Number of the student's engines that generate for training.
+
+        It is at least 1, also if the planner reports that `validation_engines` is too large.
+        """
+        return max(1, self.rollout.engines - self.validation_engines) if self.rollout else 0
+
+    @property
     def rewards_are_monitored(self) -> bool:
         """Whether rewards are only logged and used in validation, and have no effect on training."""
         return self.mode == "pure"

@@ -204,7 +204,7 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
             for stage in range(role.layout.pp)
         )
     for name, engines in plan.inference_roles().items():
-        sequences = -(-plan.sequences_per_step // engines.engines) if engines is plan.rollout else JUDGE_SEQUENCES
+        sequences = -(-plan.sequences_per_step // plan.training_engines) if engines is plan.rollout else JUDGE_SEQUENCES
         found[name] = (rollout_memory(models[name], engines, sequences),)
     if plan.objective.opd_objective == "full":
         vocabulary = models[plan.student.name].vocab // plan.student.layout.tp

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
@@ -18,6 +18,7 @@ from roll_opd.objective.filters import GroupFilter, group_filter, mask_metrics, 
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
+from roll_opd.pipelines.concurrent_validation import ConcurrentValidation
 from roll_opd.pipelines.history import changed_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
@@ -53,6 +54,9 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
     workflow = workflow_pool or SingleTurn()
     rollouts = rollouts_of(run, workers, workflow)
     validate = partial(_validate, run, workers, workflow)
+    concurrent = ConcurrentValidation(run, workers) if workers.validation_sampler else None
+    if concurrent:
+        await concurrent.start()
 
     async def validate_first() -> dict[str, float]:
         assert workers.teachers_measured is not None
@@ -69,7 +73,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
     kl_coef = first_kl_coef(plan.objective, adapted)
     preflight = _preflight(run, workers)
     await publish(run.steps_done)
-    async with aclosing(rollouts.batches()) as batches:
+    async with aclosing(rollouts.batches()) as batches, aclosing(concurrent) if concurrent else nullcontext():
         async for batch in batches:
             step = batch.version + 1
             samples = await _with_model_values(batch.samples, plan, workers, clock, preflight)
@@ -93,10 +97,12 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
             samples = audited(samples, plan.advantage_teachers, plan.objective)
             metrics |= sample_metrics(samples, plan) | batch.ahead_metrics() | failed
             metrics |= workers.frozen_models.step_metrics([s for s in samples if not s.demonstration])
-            metrics |= await run.validation(step, partial(validate, step))
+            metrics |= await (concurrent.after(step) if concurrent else run.validation(step, partial(validate, step)))
             metrics |= rollouts.drain_metrics()
             async with run.checkpoint(step, workers.save, kl_coef, batch.source_state, finished):
                 run.logger.step(step, batch, samples, metrics)
+                if concurrent and run.ending.is_asked_for:  # a checkpoint needs complete logs
+                    await concurrent.end()
             del batch, samples, finished
             gc.collect()  # between two steps, after the samples of the earlier step have been released
             if in_turns and step < plan.max_steps:

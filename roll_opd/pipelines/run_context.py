@@ -80,11 +80,19 @@ class Run:
 
         For all other steps the map is empty.
         """
-        every, is_last = self.plan.eval_steps, step == self.plan.max_steps
-        if not (self.held_out and every and (step % every == 0 or is_last)):
+        if not self.validates(step):
             return {}
         with self.clock.phase("validate"):
             return await validate()
+
+    def validates(self, step: int) -> bool:
+        """Return whether the weights after `step` are validated."""
+        every, is_last = self.plan.eval_steps, step == self.plan.max_steps
+        return bool(self.held_out and every and (step % every == 0 or is_last))
+
+    def saves(self, step: int) -> bool:
+        """Return whether a checkpoint after `step` is due now."""
+        return self.checkpoints.due(step) or self.ending.is_asked_for
 
     @asynccontextmanager
     async def checkpoint(
@@ -114,7 +122,7 @@ class Run:
             with self.clock.phase("checkpoint"):
                 await self.checkpoints.write(step, save, source_state, kl_coef, groups)
 
-        is_written = self.checkpoints.due(step) or self.ending.is_asked_for
+        is_written = self.saves(step)
         if is_written:
             await write()
         yield

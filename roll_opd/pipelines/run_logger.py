@@ -211,6 +211,16 @@ class RunLogger:
         else:
             self._console.count(row)
 
+    def hold(self) -> None:
+        """Keep the rows of the next step and of later steps until `release`."""
+        self._trackers.hold()
+
+    def release(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add validation metrics to the row of `step`, the first kept row, and write all kept rows."""
+        self._trackers.release(metrics)
+        if ACCURACY in metrics:
+            self.note(f"Validation after step {step}: {validation(self._console.with_grading(metrics))}")
+
     def skipped(self, samples: Sequence[Sample]) -> Path:
         """Write the samples of a skipped update to a file. Return the path of the file."""
         step = self._done + 1

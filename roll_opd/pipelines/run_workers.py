@@ -40,6 +40,7 @@ class RunWorkers:
     turns: DeviceScheduler = field(default_factory=DeviceScheduler)  # turns of the roles that share devices
     reward_pools: tuple[RewardPool, ...] = ()
     teachers_measured: "asyncio.Future[None] | None" = None
+    validation_sampler: Sampler | None = None  # engines that are reserved for validation
 
     async def learn(
         self, plan: RunPlan, experiences: list[Sample], step: int, *, student_learns: bool = True
@@ -94,6 +95,12 @@ class RunWorkers:
         self.turns.engines_have_weights()
         await self._send_heads(due)
 
+    async def send_for_validation(self, version: int) -> None:
+        """Send the student's weights to the engines that are reserved for validation, as version `version`."""
+        assert self.validation_sampler and self.validation_sampler.sync
+        await self.turns.enter(Phase.WEIGHT_SYNC)
+        await self.validation_sampler.sync.push(version)
+
     async def begin_generation(self, version: int) -> None:
         """Load the engines onto their devices.
 
@@ -145,7 +152,8 @@ class RunWorkers:
 
     async def end(self) -> None:
         """End all processes except the reward workers."""
-        await self.sampler.end()
+        for sampler in filter(None, (self.sampler, self.validation_sampler)):
+            await sampler.end()
         scorers = [teacher.scorer for teacher in self.frozen_models.teachers]
         for role in (self.student, self.critic, self.frozen_models.reference, *scorers):
             if role:

@@ -54,7 +54,8 @@ SMALL = 100_000_000  # maximum number of parameters of a model that a host may l
 async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     """Start all roles except rewards, concurrently. Return when all of them are ready for the objective of the plan."""
     turns, rollout = _turns(plan, placement), plan.rollout
-    over_gpus = placement.on_gpu and plan.weight_sync == "auto"
+    # a transfer between GPUs connects all engines, but reserved engines get other versions
+    over_gpus = placement.on_gpu and plan.weight_sync == "auto" and not plan.validation_engines
     backend = choose_backend(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
     starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, backend, turns))] if rollout else []
     await asyncio.sleep(0)  # the student's engines start first, as they take longest
@@ -81,8 +82,10 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     workers = RunWorkers(student, Sampler(ActorGroup([])), FrozenModels(teachers, reference), critic, followers, turns)
     if rollout:
         engines = starting[0].result().engines
-        sync = make_weight_sync(backend, student.group, engines, rollout.model.dtype, rollout.tp)
-        workers = replace(workers, sampler=Sampler(engines, sync))
+        parts = engines.split(plan.training_engines) if plan.validation_engines else (engines,)
+        dtype, tp = rollout.model.dtype, rollout.tp
+        sampler, *reserved = (Sampler(one, make_weight_sync(backend, student.group, one, dtype, tp)) for one in parts)
+        workers = replace(workers, sampler=sampler, validation_sampler=reserved[0] if reserved else None)
     return await workers.for_objective(plan.objective)
 
 
@@ -232,7 +235,7 @@ def chunk_samples(plan: RunPlan) -> int:
     about the same time.
     """
     assert plan.rollout is not None
-    half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
+    half = -(-plan.sequences_per_step // (2 * plan.training_engines))
     role = next((teacher.role for teacher in plan.teachers if teacher.role), None)
     if role is None:
         return half

@@ -12,7 +12,10 @@ from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.rollout.workflow import SingleTurn, Workflow
+from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.console import Progress
 
 
 async def measure(
@@ -29,28 +32,51 @@ async def measure(
 
     Some of the answers are logged. `readers` compute log-probs of these answers.
     """
+    metrics, answers = await validate(context_of(run, pools, sampler, workflow), run.held_out)
+    await log_answers(run, answers, step, by, readers, turns)
+    return metrics
+
+
+def context_of(
+    run: Run, pools: Sequence[RewardPool], sampler: Sampler, workflow: Workflow | None, *, is_concurrent: bool = False
+) -> RolloutContext:
+    """Return the context of a validation.
+
+    The time and the progress of a validation during training are not counted, because they are not those of a step.
+    """
     plan = run.plan
-    assert plan.validation is not None and plan.rollout is not None
-    sampling = plan.validation.sampling
-    context = RolloutContext(
+    assert plan.validation is not None
+    return RolloutContext(
         sampler,
-        sampling,
+        plan.validation.sampling,
         pools,
         plan.seed,
         chunk_samples(plan),
-        run.clock,
+        PhaseClock() if is_concurrent else run.clock,
         workflow=workflow or SingleTurn(),
         is_eval=True,
-        progress=run.progress,
+        progress=Progress() if is_concurrent else run.progress,
     )
-    metrics, answers = await validate(context, run.held_out)
+
+
+async def log_answers(
+    run: Run,
+    answers: Sequence[Sample],
+    step: int,
+    by: str = STUDENT,
+    readers: FrozenModels | None = None,
+    turns: DeviceScheduler | None = None,
+) -> None:
+    """Log some of the answers. `readers` compute log-probs of these answers."""
+    plan = run.plan
+    assert plan.validation is not None and plan.rollout is not None
+    sampling = plan.validation.sampling
     shown = first_answers(answers, sampling.n, plan.logged_samples_per_step)
     if turns:
         await turns.enter(Phase.READ)
     if readers:
         shown = await read_answers(readers, shown, sampling, plan.rollout.sampling.max_new_tokens)
     run.logger.answers(step, by, shown)
-    return metrics
 
 
 async def measure_teachers(run: Run, starting_rewards: Awaitable[Sequence[RewardPool]]) -> None:

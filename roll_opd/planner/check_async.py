@@ -48,6 +48,30 @@ def check_async(top: Top, roles: Roles) -> None:
     _check_correction(top, roles.mode)
 
 
+def check_validation_engines(top: Top, engines: int, *, validates: bool, has_auxiliaries: bool) -> None:
+    """Check the number of engines that are reserved for validation.
+
+    Args:
+        engines: number of the student's engines.
+        validates: whether the run has validations.
+        has_auxiliaries: whether its workflow has auxiliary models.
+    """
+    reserved = top.validation_engines
+    if not reserved:
+        return
+    if not top.async_generation_ratio:
+        why = f"{KEY} is 0, so training waits for each validation; raise {KEY}"
+    elif not validates:
+        why = "the run has no validation; write validation and eval_steps"
+    elif reserved >= engines:
+        why = f"all {engines} engines would be reserved, and none would generate for training; add engines, lower it"
+    elif has_auxiliaries:
+        why = "engines of auxiliary_models cannot be reserved; remove auxiliary_models"
+    else:
+        return
+    top.diag.error("validation_engines", f"{reserved}: {why}, or remove validation_engines")
+
+
 def _check_devices(top: Top, roles: Roles) -> None:
     """Refuse engines that would have to take turns with another role on the same devices."""
     on_gpu = hardware.has_gpu_driver() or bool(os.environ.get("RAY_ADDRESS"))

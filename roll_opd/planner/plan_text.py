@@ -242,7 +242,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
 
 
 def _ahead_lines(plan: RunPlan) -> list[str]:
-    """Return a line that states how far generation runs ahead of training.
+    """Return lines that state how far generation runs ahead of training, and which engines are reserved.
 
     The list is empty if generation does not run ahead.
     """
@@ -252,7 +252,8 @@ def _ahead_lines(plan: RunPlan) -> list[str]:
     running = plan.rollout.on_weight_update if plan.rollout else "wait"
     return [
         f"generation ahead of training: {pace.ahead} prompts, window {pace.window}; tokens at most {pace.max_age}"
-        f" versions old; running answers at a weight update: {running}"
+        f" versions old; running answers at a weight update: {running}",
+        *([f"engines reserved for validation: {plan.validation_engines}"] if plan.validation_engines else []),
     ]
 
 

@@ -118,6 +118,12 @@ class RolloutParts:
         if workflow:
             models = tuple(self._auxiliaries(sizes.response))
             workflow = replace(workflow, auxiliary_models=models, is_scored=bool(self.rewards))
+        check_async.check_validation_engines(
+            top,
+            rollout.engines,
+            validates=bool(validation and top.eval_steps),
+            has_auxiliaries=bool(workflow and workflow.auxiliary_models),
+        )
         place = " in environments" if data.environments else " by workflow" if workflow else ""
         return {
             **shared(RolloutKeys, top),

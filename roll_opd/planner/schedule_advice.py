@@ -136,7 +136,7 @@ def work_of(plan: RunPlan) -> Work:
         len(engines | training) if shared else len(engines),
         len(engines | training) if shared else len(training),
         shared,
-        plan.rollout.engines * int(plan.rollout.engine_args.get("max_num_seqs") or limit),
+        plan.training_engines * int(plan.rollout.engine_args.get("max_num_seqs") or limit),
         plan.rollout.tp,
         layout.tp * layout.pp * layout.cp,
         plan.student.mini_batch_sequences,

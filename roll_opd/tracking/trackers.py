@@ -224,6 +224,7 @@ class Trackers:
     def __init__(self, run: RunDirectory, trackers: Mapping[str, BackgroundTracker], timeouts: TrackerTimeouts) -> None:
         self._run, self._trackers, self._timeouts = run, dict(trackers), timeouts
         self._jsonl_failed = False
+        self._kept: list[tuple[int, Mapping[str, float]]] | None = None  # rows between `hold` and `release`
 
     @classmethod
     def open(
@@ -264,6 +265,9 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step` to every tracker."""
+        if self._kept is not None:
+            self._kept.append((step, metrics))
+            return
         try:
             self._run.append_jsonl(METRICS, [{"step": step, **metrics}])
         except OSError as error:
@@ -272,6 +276,16 @@ class Trackers:
             self._jsonl_failed = True
         for tracker in self._trackers.values():
             tracker.log(step, metrics)
+
+    def hold(self) -> None:
+        """Keep the rows of the next steps until `release`, because the first of them lacks metrics."""
+        self._kept = []
+
+    def release(self, metrics: Mapping[str, float]) -> None:
+        """Write all kept rows, the first of them with `metrics` added."""
+        kept, self._kept = self._kept or [], None
+        for number, (step, row) in enumerate(kept):
+            self.log(step, {**row, **metrics} if number == 0 else row)
 
     def close(self) -> None:
         """Flush and close every tracker within `TrackerTimeouts.closing` seconds. Further calls have no effect."""

@@ -276,6 +276,26 @@ def test_generation_ahead_needs_separate_devices(mixed: dict[str, Any], problems
     assert "give the engines separate devices, or set async_generation_ratio to 0" in found
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"async_generation_ratio": 0}, "1: async_generation_ratio is 0, so training waits for each validation; raise"),
+        ({"eval_steps": 0}, "1: the run has no validation; write validation and eval_steps, or remove"),
+        ({"validation_engines": 2}, "2: all 2 engines would be reserved, and none would generate for training; add"),
+    ],
+)
+def test_reserved_engines_need_validation_beside_training(
+    mixed: dict[str, Any], root: Path, plan: Plan, problems: Problems, changes: dict[str, Any], message: str
+) -> None:
+    mixed["actor_infer"]["device_mapping"] = "[0,1]"
+    mixed["validation"] = {"data_args": {"file_name": str(root / "train.jsonl")}}
+    whole = {"async_generation_ratio": 1, "train_infer_correction": WEIGHTS, "validation_engines": 1}
+    run = plan(whole, pure=False)
+    assert (run.rollout.engines, run.training_engines, run.validation_engines) == (2, 1, 1)
+    (found,) = problems({**whole, **changes}, pure=False)
+    assert found.startswith(f"validation_engines: {message}")
+
+
 def test_a_depth_is_within_the_bound(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     changes = {"async_generation_ratio": 1, "async_depth": 2, "train_infer_correction": WEIGHTS}
     (found,) = problems(changes, pure=False)

@@ -159,3 +159,35 @@ def test_a_run_with_a_stopped_engine_ends_with_the_list_of_waits(tmp_path: Path)
     assert run.code == 1 and stopped
     assert "nothing has moved for 6 s (stall_timeout_s): " in run.output
     assert "the driver waits for student_infer, engine 0" in run.output
+
+
+def test_training_continues_during_a_validation_on_a_reserved_engine(tmp_path: Path) -> None:
+    """Training and validation have the bits of a run that waits for its validations, also after a kill in one."""
+    longer = ("eval_steps=2", "save_steps=3", "validation.generating_args.num_return_sequences=4")
+    settings = (*AHEAD, *longer, "max_steps=6", "async_generation_ratio=1", "deterministic=true")
+    reserved = (*settings, "student_infer.device_mapping=[0,1]", "validation_engines=1", "logged_samples_per_step=64")
+
+    def validates() -> bool:
+        """Return whether the weights of step 4 are being validated."""
+        (metrics, samples) = (
+            [row["step"] for path in (tmp_path / "two").glob(f"demo/*/{name}.jsonl") for row in read_jsonl(path)]
+            for name in ("metrics", "samples")
+        )
+        return 4 in samples and 4 not in metrics
+
+    waits = launch(tmp_path / "one", *settings, "logged_samples_per_step=64")
+    killed = launch(tmp_path / "two", *reserved, kill_when=validates)
+    assert killed.code < 0
+    run = launch(tmp_path / "two", *reserved, "resume_from_checkpoint=true")
+    assert waits.code == run.code == 0, waits.output[-4000:] + run.output[-4000:]
+    check_ahead(run, 1, PROMPTS, 6)
+    for name in ("samples.jsonl", "ledger.jsonl"):
+        assert waits.rows(name) == run.rows(name)
+    one, other = ({row["step"]: row for row in each.rows("metrics.jsonl")} for each in (waits, run))
+    validated = [step for step in other if "val_correct/all/mean" in other[step]]
+    assert validated == [0, 2, 4, 6]
+    assert all(one[step]["val_correct/all/mean"] == other[step]["val_correct/all/mean"] for step in validated)
+    answers = run.rows("validation_samples.jsonl")
+    assert {(row["step"], version) for row in answers for version, _ in row["versions"]} == {(s, s) for s in validated}
+    # steps 2 and 3 waited less than the validation took
+    assert other[2]["time/validate"] + other[3]["time/validate"] < other[2]["val/seconds"]

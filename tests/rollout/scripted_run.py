@@ -19,7 +19,7 @@ from scripted_loop import OUTSIDE, ScriptedLoop
 from roll_opd.actors.sampler import Sampler
 from roll_opd.config.plan import SamplingPlan, TeacherPlan
 from roll_opd.models.group_window import Pace
-from roll_opd.pipelines import rlvr, validation_runs
+from roll_opd.pipelines import concurrent_validation, rlvr, validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.reward_pool import RewardResult
@@ -52,6 +52,8 @@ class Case:
     scores_beside: bool = True  # teachers score during generation
     reads_rewards: bool = True
     eval_steps: int = 2
+    is_reserved: bool = False  # a further engine is reserved for validation
+    save_steps: int = 1
 
     @property
     def pace(self) -> Pace:
@@ -201,6 +203,7 @@ class Records:
     startup_parts: dict[str, float] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     validated: list[int] = field(default_factory=list)
+    kept_from: int | None = None  # first step whose row waits for its validation
 
     def step(self, step: int, batch: Batch, samples: list[Sample], metrics: dict[str, float]) -> None:
         assert step == len(self.batches) + 1 == batch.version + 1 and len(batch.prompts) == self.case.groups
@@ -215,13 +218,22 @@ class Records:
     def model_card(self, step: int) -> str:
         return ""
 
+    def hold(self) -> None:
+        assert self.kept_from is None
+        self.kept_from = len(self.batches) + 1
+
+    def release(self, step: int, metrics: dict[str, float]) -> None:
+        assert self.kept_from in (None, step)
+        self.kept_from = None
+
     def due(self, step: int) -> bool:
-        return True
+        return step % self.case.save_steps == 0 or step == self.case.steps
 
     async def write(self, *_: Any) -> None:
         await self.loop.turn()
 
-    def mark_logged(self, card: str) -> None: ...
+    def mark_logged(self, card: str) -> None:
+        assert self.kept_from is None  # the logs are complete
 
     async def commit(self, *, wait: bool) -> None:
         await self.loop.turn()
@@ -240,6 +252,10 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
     measured.set_result(None)
     models = FrozenModels(teachers=[ScriptedTeacher(loop)])
     workers = RunWorkers(student, sampler, models, None, reward_pools=pools, teachers_measured=measured)  # type: ignore[arg-type]
+    if case.is_reserved:
+        reserved = Engines(loop, replace(case, engines=1))
+        sync = SharedMemorySync(student, reserved, "fp32")  # type: ignore[arg-type]
+        workers = replace(workers, validation_sampler=Sampler(reserved, sync))  # type: ignore[arg-type]
     rollout = SimpleNamespace(sampling=SAMPLING, engines=case.engines)
     plan: Any = SimpleNamespace(
         async_generation_ratio=case.bound,
@@ -266,11 +282,16 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
     held_out = source.peek(HELD_OUT)
     run = Run(plan, SimpleNamespace(starting=starting), source, held_out, records, records, None, None, ending)  # type: ignore[arg-type]
 
-    async def measure(run: Run, pools: Any, sampler: Sampler, step: int, **_: Any) -> dict[str, float]:
-        context = RolloutContext(sampler, SAMPLING, pools, 0, 4, records.clock, is_eval=True)
-        _, answers = await validate(context, run.held_out)
+    def context_of(run: Run, pools: Any, sampler: Sampler, *_: Any, **__: Any) -> RolloutContext:
+        return RolloutContext(sampler, SAMPLING, pools, 0, 4, PhaseClock(), is_eval=True)
+
+    async def log_answers(run: Run, answers: Sequence[Sample], step: int, **_: Any) -> None:
         assert {version for answer in answers for version, _ in answer.versions} == {step}  # pure in its version
         records.validated.append(step)
+
+    async def measure(run: Run, pools: Any, sampler: Sampler, step: int, **_: Any) -> dict[str, float]:
+        _, answers = await validate(context_of(run, pools, sampler), run.held_out)
+        await log_answers(run, answers, step)
         return {}
 
     async def without_workflow(*_: Any) -> None: ...
@@ -279,6 +300,12 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
 
     filters = {"none": None, "some": differ, "all": lambda group: False}
     patch.setattr(validation_runs, "measure", measure)
+    for name, value in {
+        "context_of": context_of,
+        "log_answers": log_answers,
+        "start_workflow": without_workflow,
+    }.items():
+        patch.setattr(concurrent_validation, name, value)
     for name, value in {
         "start_workflow": without_workflow,
         "_preflight": lambda *_: SimpleNamespace(check=without_check),

@@ -40,6 +40,8 @@ def case_of(seed: int) -> Case:
         rng.random() < 0.7,
         rng.random() < 0.7,
         rng.choice((0, 1, 2)),
+        bool(bound) and rng.random() < 0.4,
+        rng.choice((1, 2, 3)),
     )
 
 
@@ -107,6 +109,8 @@ SHAPES = [
     )
 ]
 
+SHAPES += [Case(1, steps=4, on_update=mode, eval_steps=1, is_reserved=True, save_steps=3) for mode in MODES]
+
 
 def interrupted(make_source: Any, case: Case, seed: int, every: int, interrupt: Callable, wanted: Any) -> int:
     """Interrupt a run at each `every`-th of its events, and check its end; return the number of these runs."""
@@ -136,7 +140,7 @@ def lose(_: ScriptedLoop, event: "asyncio.Future[None]") -> None:
     event.set_exception(LostPart("lost"))
 
 
-ON_PUSH = [(SHAPES[8], 40), (SHAPES[31], 60)]  # every 40th and 60th event
+ON_PUSH = [(SHAPES[8], 40), (SHAPES[31], 60), (SHAPES[-1], 40)]  # every 40th and 60th event
 NIGHTLY = [pytest.param(shape, 1, marks=pytest.mark.nightly) for shape in SHAPES]
 
 

@@ -43,6 +43,12 @@ class RolloutKeys(Section):
         " recomputed KV cache; restart: generate the answers again from their prompts",
         OURS,
     )
+    validation_engines: Count = key(
+        0,
+        "with async_generation_ratio: number of engines that are reserved for validation, so that training does not"
+        " wait for a validation; 0: validation uses all engines",
+        OURS,
+    )
     min_batch_fraction: Fraction = key(
         0.0,
         "minimum fraction of a step's runs that must not fail; if more runs fail, training ends before the update",
