@@ -25,14 +25,14 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 HERE = Path(__file__).resolve().parent
 Pair = tuple[int, int]  # summands
@@ -183,7 +183,7 @@ def make_batch(
 
 
 @torch.no_grad()
-def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> float:
+def greedy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> float:
     """Return the fraction of pairs whose greedy completion ends in a line with the true sum."""
     model.eval()
     rows = [prompt_ids(tokenizer, a, b) for a, b in pairs]
@@ -220,13 +220,13 @@ def new_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, Any]) -> Qwen
     return Qwen3ForCausalLM(config)
 
 
-def new_optimizer(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
+def new_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
     """Return the optimizer of pre-training; `pretrain_step` sets its rate."""
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def pretrain_step(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, ids: torch.Tensor, labels: torch.Tensor, rate: float
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.Tensor, labels: torch.Tensor, rate: float
 ) -> float:
     """Train the model on token ids [B, T], with labels of -100 where none counts; return the loss."""
     optimizer.param_groups[0]["lr"] = rate
@@ -246,12 +246,16 @@ def rate_of(step: int, steps: int, peak: float) -> float:
 
 
 def pretrain(
-    name: str, spec: dict[str, Any], tokenizer: PreTrainedTokenizerFast, val_pairs: Sequence[Pair]
-) -> Qwen3ForCausalLM:
-    """Pre-train a model by supervised learning on freshly drawn sums."""
+    name: str,
+    spec: dict[str, Any],
+    tokenizer: PreTrainedTokenizerFast,
+    val_pairs: Sequence[Pair],
+    build: Callable[[PreTrainedTokenizerFast, dict[str, Any]], PreTrainedModel] = new_model,
+) -> PreTrainedModel:
+    """Pre-train the model of `build` by supervised learning on freshly drawn sums."""
     torch.manual_seed(spec["seed"])
     rng = random.Random(spec["seed"])
-    model = new_model(tokenizer, {"head_dim": 32, **spec["shape"]})
+    model = build(tokenizer, {"head_dim": 32, **spec["shape"]})
     count = sum(p.numel() for p in model.parameters())
     print(f"{name}: {count:,} parameters, {spec['steps']} steps", flush=True)
 
@@ -282,7 +286,7 @@ def pretrain(
     return model
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a Hugging Face directory with bf16 weights (the two files stay below 4 MB)."""
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # some versions make the file readable for the owner only
