@@ -148,3 +148,28 @@ def test_each_token_has_the_version_that_it_states(emitting: Emitting) -> None:
     print(f"{UPDATES} updates, {load.tokens} tokens, {load.split} answers of several versions, {load.turns} turns")
     assert load.tokens > UPDATES and load.turns
     assert bool(load.split) == (emitting.engine._on_update == "continue")
+
+
+@pytest.mark.parametrize("emitting", ["continue"], indirect=True)
+def test_kept_values_would_be_seen(emitting: Emitting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: an answer that continues with the KV cache of older weights has tokens of these weights."""
+
+    async def pause(mode: Any) -> None:
+        await emitting.engine._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+    async def interrupted() -> Completion:
+        for attempt in range(1, 41):  # until the update is neither before the first token nor after the last one
+            answering = asyncio.create_task(emitting.engine.generate([5] * 100, SamplingPlan(max_new_tokens=300), 0))
+            await asyncio.sleep(0.05 * attempt)
+            await emitting.update()
+            answer = await answering
+            if len(answer.versions) == 2:
+                return answer
+        raise AssertionError("no update was inside an answer")
+
+    found = emitting.run(interrupted())
+    assert found.versions == spans(found.tokens.tolist())
+    monkeypatch.setattr(emitting.engine, "_pause", pause)
+    kept = emitting.run(interrupted())
+    print(f"kept: recorded {kept.versions}, stated {spans(kept.tokens.tolist())}")
+    assert kept.versions != spans(kept.tokens.tolist())
