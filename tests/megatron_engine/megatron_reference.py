@@ -1,8 +1,10 @@
 """Results of Hugging Face's models and plain torch for the same samples: the naive side of each test."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,6 +35,21 @@ def token_logprobs(model: PreTrainedModel, tokens: np.ndarray, prompt: int, temp
     table = all_logprobs(model, tokens, temperature)
     picked = [table[place - 1, int(tokens[place])] for place in range(prompt, len(tokens))]
     return torch.stack(picked) if picked else torch.zeros(0)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Let transformers compute in f64 what it computes in f32 for every dtype: norms, softmax, the recurrence."""
+    double = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    with double, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
+def assert_as_exact(ours: np.ndarray, theirs: np.ndarray, exact: np.ndarray, name: str) -> None:
+    """Assert that log-probs are within 1e-5 of Hugging Face, or no farther from f64 than Hugging Face is in f32."""
+    pairs = ((ours, theirs), (ours, exact), (theirs, exact))
+    apart, error, rounding = (float(np.abs(a - b).max(initial=0.0)) for a, b in pairs)
+    assert apart <= 1e-5 or error <= rounding, f"{name}: {apart:.1e} apart, f64 {error:.1e} and {rounding:.1e}"
 
 
 def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample], objective: ObjectivePlan):

@@ -3,12 +3,10 @@
 `ROLL_OPD_TEST_SIZES=N pytest -m "" tests/megatron_engine/test_megatron_sizes.py` draws other sizes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import megatron_data as data
 import megatron_layouts as layouts
@@ -28,7 +26,6 @@ from roll_opd.models.families import FAMILIES
 from tests.cover import tiered
 
 CASES = pytest.mark.parametrize(("family", "layout"), tiered(sizes.CASES, ()))
-TOLERANCE = 1e-5
 Model = Callable[[str], Path]
 
 
@@ -52,7 +49,7 @@ def expected(saved: Model) -> Callable[[str, float, bool], list[np.ndarray]]:
     @cache
     def compute(family: str, temperature: float, exact: bool) -> list[np.ndarray]:
         network = load(saved(family))
-        with torch.no_grad(), in_float64() if exact else torch.no_grad():
+        with torch.no_grad(), reference.in_float64() if exact else torch.no_grad():
             network = network.double() if exact else network
             return [
                 reference.token_logprobs(network, tokens, prompt, temperature).numpy()
@@ -87,14 +84,6 @@ def load(path: Path) -> PreTrainedModel:
     return network
 
 
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Let transformers compute in f64 what it computes in f32 for every dtype: norms, softmax, the recurrence."""
-    double = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
-    with double, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
-
-
 def test_every_family_of_the_registry_has_random_sizes() -> None:
     assert set(sizes.FAMILIES) == set(FAMILIES)
 
@@ -108,10 +97,7 @@ def test_logprobs_equal_hugging_face(answers: Answers, saved: Model, expected: A
         found = answers.arrays(f"sized-{family}-{layout}-{name}")
         theirs, exact = (np.concatenate(expected(family, temperature, is_exact)) for is_exact in (False, True))
         ours = np.concatenate([found[str(number)] for number in range(len(found))])
-        apart, error, rounding = (
-            float(np.abs(a - b).max()) for a, b in ((ours, theirs), (ours, exact), (theirs, exact))
-        )
-        assert apart <= TOLERANCE or error <= rounding, f"{name}: {apart:.1e} apart, f64 {error:.1e} and {rounding:.1e}"
+        reference.assert_as_exact(ours, theirs, exact, name)
 
 
 @CASES
