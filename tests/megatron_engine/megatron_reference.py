@@ -8,7 +8,16 @@ from unittest import mock
 
 import numpy as np
 import torch
-from megatron_data import SAVED_AFTER, TEMPERATURE, UPDATES, VALUE_CLIP, optimizer_plan, train_samples, value_samples
+from megatron_data import (
+    SAVED_AFTER,
+    TEMPERATURE,
+    UPDATES,
+    VALUE_CLIP,
+    optimizer_plan,
+    sequences,
+    train_samples,
+    value_samples,
+)
 from megatron_jobs.distillation import DISTILLING, TEACHERS, looks_at
 from megatron_layouts import VOCABULARY
 from megatron_models import load, load_adapted, load_critic
@@ -43,6 +52,16 @@ def in_float64() -> Iterator[None]:
     double = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
     with double, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
+
+
+def sequence_logprobs(model: PreTrainedModel, temperature: float, *, exact: bool) -> np.ndarray:
+    """Return the log-probs of all test sequences, one after the other; with `exact`, all operations are in f64."""
+    if exact:
+        model.set_experts_implementation("eager")  # the default kernel refuses f64
+    with torch.no_grad(), in_float64() if exact else torch.no_grad():
+        model = model.double() if exact else model
+        found = [token_logprobs(model, tokens, prompt, temperature) for tokens, prompt in sequences(VOCABULARY)]
+        return torch.cat(found).numpy()
 
 
 def assert_as_exact(ours: np.ndarray, theirs: np.ndarray, exact: np.ndarray, name: str) -> None:

@@ -32,16 +32,9 @@ def expected(answers: Answers) -> Any:
     """Hugging Face's log-probs of every sequence, by (model, temperature, whether all operations are in f64)."""
 
     @cache
-    def compute(model: str, temperature: float, exact: bool) -> list[np.ndarray]:
+    def compute(model: str, temperature: float, exact: bool) -> np.ndarray:
         network = models.load(layouts.model_path(answers.root, model))
-        if exact:
-            network.set_experts_implementation("eager")  # the default kernel refuses f64
-        with torch.no_grad(), reference.in_float64() if exact else torch.no_grad():
-            network = network.double() if exact else network
-            return [
-                reference.token_logprobs(network, tokens, prompt, temperature).numpy()
-                for tokens, prompt in data.sequences(layouts.VOCABULARY)
-            ]
+        return reference.sequence_logprobs(network, temperature, exact=exact)
 
     return compute
 
@@ -51,7 +44,7 @@ def test_logprobs_equal_hugging_face(answers: Answers, expected: Any, model: str
     """Packed, alone, with shared prefixes, and split into micro-batches; f32 of Gated DeltaNet depends on the CPU."""
     for name, (_, _, temperature, _) in data.PASSES.items():
         found = answers.arrays(f"hybrid-{model}-{layout}-{name}")
-        theirs, exact = (np.concatenate(expected(model, temperature, is_exact)) for is_exact in (False, True))
+        theirs, exact = (expected(model, temperature, is_exact) for is_exact in (False, True))
         ours = np.concatenate([found[str(number)] for number in range(len(found))])
         reference.assert_as_exact(ours, theirs, exact, name)
 

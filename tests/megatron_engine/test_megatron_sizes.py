@@ -43,18 +43,12 @@ def saved(answers: Answers) -> Model:
 
 
 @pytest.fixture(scope="module")
-def expected(saved: Model) -> Callable[[str, float, bool], list[np.ndarray]]:
+def expected(saved: Model) -> Callable[[str, float, bool], np.ndarray]:
     """Hugging Face's log-probs of every sequence, by (family, temperature, whether all operations are in f64)."""
 
     @cache
-    def compute(family: str, temperature: float, exact: bool) -> list[np.ndarray]:
-        network = load(saved(family))
-        with torch.no_grad(), reference.in_float64() if exact else torch.no_grad():
-            network = network.double() if exact else network
-            return [
-                reference.token_logprobs(network, tokens, prompt, temperature).numpy()
-                for tokens, prompt in data.sequences(layouts.VOCABULARY)
-            ]
+    def compute(family: str, temperature: float, exact: bool) -> np.ndarray:
+        return reference.sequence_logprobs(load(saved(family)), temperature, exact=exact)
 
     return compute
 
@@ -95,7 +89,7 @@ def test_logprobs_equal_hugging_face(answers: Answers, saved: Model, expected: A
     for name in PASSES:
         temperature = data.PASSES[name][2]
         found = answers.arrays(f"sized-{family}-{layout}-{name}")
-        theirs, exact = (np.concatenate(expected(family, temperature, is_exact)) for is_exact in (False, True))
+        theirs, exact = (expected(family, temperature, is_exact) for is_exact in (False, True))
         ours = np.concatenate([found[str(number)] for number in range(len(found))])
         reference.assert_as_exact(ours, theirs, exact, name)
 
