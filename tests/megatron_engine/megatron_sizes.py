@@ -53,6 +53,12 @@ def _wide(draw: Draw, sizes: Sizes) -> Sizes:
     return {"head_dim": draw(12, 16, 20, 24, 32), "hidden_size": draw(*range(24, 104, 8)), "initializer_range": 0.08}
 
 
+def _divisible(draw: Draw, sizes: Sizes) -> Sizes:
+    """Return a hidden size that is a multiple of the heads, as transformers requires for some families."""
+    heads = sizes["num_attention_heads"]
+    return _wide(draw, sizes) | {"hidden_size": heads * draw(*range(-(-24 // heads), 104 // heads + 1))}
+
+
 def _local(draw: Draw, sizes: Sizes) -> Sizes:
     kinds = [draw("sliding_attention", "full_attention") for _ in range(sizes["num_hidden_layers"])]
     return {"sliding_window": draw(*range(3, 21)), "layer_types": kinds}
@@ -133,11 +139,11 @@ def _gpt_oss(draw: Draw, sizes: Sizes) -> Sizes:
 
 def _gemma(draw: Draw, sizes: Sizes) -> Sizes:
     own = {"query_pre_attn_scalar": draw(16, 20, 48), "tie_word_embeddings": True}
-    return _wide(draw, sizes) | _local(draw, sizes) | own
+    return _divisible(draw, sizes) | _local(draw, sizes) | own
 
 
 FAMILIES: dict[str, Callable[[Draw, Sizes], Sizes]] = {
-    "llama": _wide,
+    "llama": _divisible,
     "mistral": lambda draw, sizes: _wide(draw, sizes) | {"sliding_window": None},
     "qwen2": lambda draw, sizes: {},
     "qwen3": _wide,

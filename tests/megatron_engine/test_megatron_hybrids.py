@@ -46,7 +46,7 @@ def test_logprobs_equal_hugging_face(answers: Answers, expected: Any, model: str
         found = answers.arrays(f"hybrid-{model}-{layout}-{name}")
         theirs, exact = (expected(model, temperature, is_exact) for is_exact in (False, True))
         ours = np.concatenate([found[str(number)] for number in range(len(found))])
-        reference.assert_as_exact(ours, theirs, exact, name)
+        reference.assert_as_exact(ours, theirs, exact, temperature, name)
 
 
 @CASES
