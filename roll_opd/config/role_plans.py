@@ -274,7 +274,8 @@ class RolloutPlan:
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM unchanged
     max_running_requests: int | None = None  # concurrent requests, over all engines; None: no limit
     returns_routes: bool = False  # whether engines return the experts of each token
-    on_weight_update: Literal["wait", "continue", "restart"] = "wait"  # how running requests are treated
+    # how running requests are treated
+    on_weight_update: Literal["wait", "continue", "keep_kv", "restart"] = "wait"
     # vLLM's sleep level while other roles use the devices; 2: discard the weights and load them again
     sleep_level: int = 2
     env: FrozenDict = field(default_factory=FrozenDict)

@@ -26,10 +26,11 @@ class Completion:
     routes: np.ndarray | None = None  # integer [T-1, L, K]: the K experts of each token in each of L layers
 
 
-def token_prompt(tokens: Sequence[int]) -> "TokensInput":
-    """Return a tokenised prompt for vLLM."""
+def token_prompt(tokens: Sequence[int], cache_salt: str | None = None) -> "TokensInput":
+    """Return a tokenised prompt for vLLM. With a salt, it reads only prefixes of prompts with this salt."""
     # with "type", vLLM treats the prompt as rendered and needs no thread pool per request
-    return {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
+    prompt: TokensInput = {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
+    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_model_len: int) -> None:

@@ -35,12 +35,14 @@ from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
+    from vllm.inputs.engine import TokensInput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
-OnUpdate = Literal["wait", "continue", "restart"]
-PAUSES: dict[OnUpdate, Literal["wait", "keep", "abort"]] = {"wait": "wait", "continue": "keep", "restart": "abort"}
+OnUpdate = Literal["wait", "continue", "keep_kv", "restart"]
+PauseMode = Literal["wait", "keep", "abort"]
+PAUSES: dict[OnUpdate, PauseMode] = {"wait": "wait", "continue": "keep", "keep_kv": "keep", "restart": "abort"}
 
 
 class WeightUpdateError(RuntimeError):
@@ -190,7 +192,7 @@ class InferenceEngine:
             await self._pause("keep")
         try:
             return [
-                await self._llm.add_request(name, token_prompt(prompt), sampling_params(sampling, seed, stop_ids))
+                await self._llm.add_request(name, self._prompt(prompt), sampling_params(sampling, seed, stop_ids))
                 for name, prompt, seed in zip(ids, prompts, seeds, strict=True)
             ]
         finally:
@@ -261,10 +263,13 @@ class InferenceEngine:
         - wait: they finish with the old weights before the update starts.
         - continue: they keep their tokens, their KV cache is recomputed with the new weights, and generation continues.
           `Completion.versions` records which version of the weights sampled which tokens.
+        - keep_kv: like continue, but the KV cache of the old weights is kept. So no single version has the distribution
+          of a later token.
         - restart: they start again from their prompts.
 
-        Waiting requests run with the new weights. The prefix cache is emptied. If the update fails, all three methods
-        raise WeightUpdateError, and the engine is then unusable.
+        Waiting requests run with the new weights. Requests that are made after the update read no prefix of older
+        weights: the prefix cache is emptied, or with keep_kv, its entries belong to a version. If the update fails, all
+        three methods raise WeightUpdateError, and the engine is then unusable.
         """
         await self._exclusive.acquire()
         try:
@@ -291,7 +296,8 @@ class InferenceEngine:
         self._check_usable()
         with self._breaking():
             await self._llm.finish_weight_update(weight_version=str(self._incoming))
-            await self._llm.reset_prefix_cache()
+            if self._on_update != "keep_kv":
+                await self._llm.reset_prefix_cache()
             self.weights_version = self._incoming
             self._sleep_state.lacks_weights = False
             if not self._sleep_state.released:  # else the last `wake_up` resumes
@@ -341,9 +347,13 @@ class InferenceEngine:
         async with self._exclusive:
             await self._sleep_state.end(tags)
 
-    async def _pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
+    async def _pause(self, mode: PauseMode) -> None:
         # like `pause_generation`, but without its 20 ms sleep
-        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=self._on_update != "keep_kv")
+
+    def _prompt(self, tokens: Sequence[int]) -> "TokensInput":
+        """Return a prompt for vLLM. With keep_kv, it reads only prefixes of requests that were made in its version."""
+        return token_prompt(tokens, str(self.weights_version) if self._on_update == "keep_kv" else None)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Return the log-probs of tokens 1..T-1 at temperature 1, f32 [T-1].
@@ -359,7 +369,7 @@ class InferenceEngine:
         async with AsyncExitStack() as stack:
             if self._deterministic:
                 await stack.enter_async_context(self._exclusive)
-            async for output in self._llm.generate(token_prompt(tokens), params, request_id):
+            async for output in self._llm.generate(self._prompt(tokens), params, request_id):
                 entries = output.prompt_logprobs
         assert entries is not None
         return token_logprobs(tokens[1:], entries[1:])

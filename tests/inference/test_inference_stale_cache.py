@@ -66,7 +66,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [save_model(make_model(seed), Path(tmp_path_factory.mktemp(f"weights-{seed}"))) for seed in range(3)]
 
 
-@pytest.fixture(scope="module", params=["wait", "continue", "restart"])
+RESETS = ["wait", "continue", "restart"]
+
+
+@pytest.fixture(scope="module", params=[*RESETS, "keep_kv"])
 def engine(request: pytest.FixtureRequest, paths: list[str], warm: None) -> Iterator[Running]:
     yield from running(paths[0], on_update=request.param, **ARGUMENTS)
 
@@ -142,6 +145,7 @@ def test_answers_after_an_update_are_those_of_a_fresh_engine(
     np.testing.assert_allclose(wanted[-1].logprobs, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("engine", RESETS, indirect=True)
 def test_an_engine_that_keeps_its_cache_fails_the_comparison(
     engine: Running, cached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

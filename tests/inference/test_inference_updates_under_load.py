@@ -32,24 +32,28 @@ class Replica:
         self.tokens = self.split = 0
 
     async def requests(self) -> None:
+        engine = self.emitting.engine
         while self.left:
             limit, seed = int(self.rng.integers(*LIMITS)), int(self.rng.integers(10**6))
             prompt = self.rng.integers(2, 200, 1 + limit).tolist()
             self.running += 1
-            answer = await self.emitting.engine.generate(prompt, SamplingPlan(max_new_tokens=limit), seed)
+            answer = await engine.generate(prompt, SamplingPlan(max_new_tokens=limit), seed)
             self.running -= 1
             assert len(answer.tokens) == limit and answer.finish_reason == "length"
-            assert answer.versions == spans(answer.tokens.tolist())
+            if engine._on_update == "continue":
+                assert answer.versions == spans(answer.tokens.tolist())
+            assert sum(tokens for _, tokens in answer.versions) == limit
             assert np.isfinite(answer.logprobs).all()
             self.tokens += limit
             self.split += len(answer.versions) > 1
 
 
-@pytest.fixture
-def replicas(tmp_path: Path, warm: None) -> Iterator[list[Replica]]:
+@pytest.fixture(params=["continue", "keep_kv"])
+def replicas(request: pytest.FixtureRequest, tmp_path: Path, warm: None) -> Iterator[list[Replica]]:
     runner = asyncio.Runner()
-    first = Emitting(tmp_path / "0", runner=runner, on_update="continue", tensor_parallel_size=2)
-    second = Emitting(tmp_path / "1", runner=runner, on_update="continue", tensor_parallel_size=2)
+    first, second = (
+        Emitting(tmp_path / name, runner=runner, on_update=request.param, tensor_parallel_size=2) for name in "01"
+    )
     yield [Replica(first), Replica(second)]
     for engine in (first, second):
         engine.run(engine.engine.close())
@@ -101,7 +105,8 @@ def test_updates_under_load_lose_and_repeat_no_token(replicas: list[Replica]) ->
         assert replica.tokens > 10 * UPDATES and replica.split > UPDATES / 10
     ratio = median(seconds) / (2 * step + copy)
     print(
-        f"{UPDATES} updates of 2 replicas with TP 2, {sum(r.tokens for r in replicas)} tokens; medians: pause"
+        f"{replicas[0].emitting.engine._on_update}: {UPDATES} updates of 2 replicas with TP 2,"
+        f" {sum(r.tokens for r in replicas)} tokens; medians: pause"
         f" {1e3 * median(seconds):.1f} ms, forward step {1e3 * step:.1f} ms, update without requests"
         f" {1e3 * copy:.1f} ms, pause / (2 steps + update) {ratio:.2f}"
     )
