@@ -144,6 +144,15 @@ def test_a_resumed_run_may_have_other_engines_bound_and_batches(tmp_path: Path) 
     assert max(ages) <= 1
 
 
+def test_two_engines_with_tensor_parallelism_generate_ahead(tmp_path: Path) -> None:
+    """The student is on slot 0; the engines are on slots 1 and 2, and 3 and 4."""
+    devices = ("num_gpus_per_node=5", "student_infer.device_mapping=[1,2,3,4]")
+    split = "+student_infer.strategy_args.strategy_config.tensor_parallel_size=2"
+    settings = (*AHEAD, *devices, split, "max_steps=4", "logged_samples_per_step=64")
+    run = launch(tmp_path / "out", *settings, *ahead(1))
+    check_ahead(run, 1, groups=PROMPTS, steps=4)
+
+
 def test_a_run_with_a_stopped_engine_ends_with_the_list_of_waits(tmp_path: Path) -> None:
     stopped: list[int] = []
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_faults import TWO, command, launch, model
+from ahead_checks import ahead, check_ahead
+from host_faults import STEPS, TWO, command, launch, model
 from megatron_data import demo_sequences
 from network import LEFT, needs_hosts, network, plainly
-from runs import REPOSITORY
+from runs import REPOSITORY, Run
 from transformers import AutoModelForCausalLM
 
 pytestmark = needs_hosts
@@ -32,6 +33,18 @@ def test_two_hosts_end_with_the_bits_of_one(tmp_path: Path) -> None:
         assert f"Devices: 0 on {hosts[0].address}, 1 on {hosts[1].address}" in first
         assert "step 2/2" in first and "step" not in second
     assert model(tmp_path / "two") == model(tmp_path / "one")
+
+
+@pytest.mark.nightly
+def test_two_hosts_generate_ahead(tmp_path: Path) -> None:
+    """Host 0 has the student and an engine, host 1 the teacher and an engine; both engines generate ahead."""
+    devices = ("num_nodes=2", "num_gpus_per_node=2", "teacher.device_mapping=[2]", "student_infer.device_mapping=[1,3]")
+    batch, output = ("rollout_batch_size=16", "logged_samples_per_step=64"), tmp_path / "out"
+    with network(2, tmp_path / "logs", tmp_path) as hosts:
+        processes = launch(hosts, output, *devices, *batch, *ahead(1))
+        assert [process.wait(SECONDS) for process in processes] == [0, 0], processes[0].output
+    run = Run(0, processes[0].output, (output / "demo/latest").resolve())
+    check_ahead(run, 1, groups=16, steps=STEPS)
 
 
 def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
