@@ -88,14 +88,14 @@ def measure(name: str, options: argparse.Namespace) -> bool:
     file = f"{'-'.join([name, *suffixes(options)])}.json"
     published = json.loads((RESULTS / file).read_text(encoding="utf-8")) if (RESULTS / file).is_file() else {}
     file = options.output / file
-    kept = finished(file) if options.resume else {}
+    kept, peak = earlier(file) if options.resume else ({}, 0)
     with tempfile.TemporaryDirectory(prefix="claims-") as directory, engine_of(options, Path(directory)) as engine:
         for number, one in enumerate(started):
             result["runs"].append(kept.get((one["arm"], one["seed"]), {}))
             if result["runs"][number]:
                 continue
             for run in train(engine, TASKS[options.task], one["arm"], arms[one["arm"]], one["seed"]):
-                result["runs"][number] = asdict(run) | {"commit": result["commit"]}
+                result["runs"][number] = asdict(run) | {key: result[key] for key in ("commit", "machine")}
                 write(file, result)
             print(f"{run.arm}, seed {run.seed}: {json.dumps(run.curve[-1])}, {run.seconds} s", flush=True)
     bars = {arm: a.bar for arm, a in arms.items()}
@@ -105,7 +105,7 @@ def measure(name: str, options: argparse.Namespace) -> bool:
         file.with_suffix(".svg").write_text(plot(Runs(result["runs"], bars), claim.PANELS), encoding="utf-8")
         print("\n".join(f"{'holds' if value else 'DOES NOT HOLD'}: {text}" for text, value in result["holds"].items()))
     result["seconds"] = round(sum(run["seconds"] for run in result["runs"]), 1)
-    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result["peak_bytes"] = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     write(file, result)
     return result.get("holds") == published.get("holds", result.get("holds"))
 
@@ -128,10 +128,16 @@ def judged(claim: ModuleType, result: dict[str, Any], bars: dict[str, float]) ->
     return found
 
 
-def finished(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the finished runs of a result file by arm and seed; none if there is no file."""
-    runs = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
-    return {(run["arm"], run["seed"]): run for run in runs if run.get("finished")}
+def earlier(file: Path) -> tuple[dict[tuple[str, int], dict[str, Any]], int]:
+    """Return the finished runs of a result file by arm and seed, and its peak memory in bytes; {} and 0 without a file.
+
+    A run without a machine has the machine of the file.
+    """
+    if not file.is_file():
+        return {}, 0
+    result = json.loads(file.read_text(encoding="utf-8"))
+    runs = [run | {"machine": run.get("machine", result["machine"])} for run in result["runs"] if run.get("finished")]
+    return {(run["arm"], run["seed"]): run for run in runs}, result.get("peak_bytes", 0)
 
 
 def suffixes(options: argparse.Namespace) -> list[str]:
@@ -161,10 +167,12 @@ def engine_of(options: argparse.Namespace, directory: Path) -> Iterator[Any]:
 
 
 def write(file: Path, result: dict[str, Any]) -> None:
-    """Write the result; a run has one line in it."""
+    """Write the result; a run has one line in it. A process that is killed meanwhile leaves the earlier file."""
     runs = ",\n  ".join(json.dumps(run) for run in result["runs"])
     rest = json.dumps({key: value for key, value in result.items() if key != "runs"}, indent=1)
-    file.write_text(f'{rest[:-2]},\n "runs": [\n  {runs}\n ]\n}}\n', encoding="utf-8")
+    new = file.with_suffix(".new")
+    new.write_text(f'{rest[:-2]},\n "runs": [\n  {runs}\n ]\n}}\n', encoding="utf-8")
+    new.replace(file)
 
 
 def commit() -> str:

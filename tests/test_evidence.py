@@ -243,3 +243,28 @@ def test_the_step_of_an_alarm_follows_from_its_shares(claims) -> None:
     steps = [{"step": 0}, {"step": 4, "alarm": 0.0}, {"step": 8, "alarm": 0.5}, {"step": 9, "alarm": 1.0}]
     runs = claims("results").Runs([{"arm": "a", "curve": steps}, {"arm": "a", "curve": steps[:2]}], {})
     assert runs.alarm_steps("a") == [7, 5]
+
+
+def test_a_row_has_the_teacher_of_its_task(claims) -> None:
+    claim, made = claims("two_teachers"), claims("make_chains")
+    engine, task = claims("loop").Loop(CLAIMS / "assets", "threes"), made.TASKS["threes"]
+    asked = [question for one in (task, made.second(task)) for question in made.questions(one, 4, seed=1)]
+    engine.sample(asked, 4, greedy=False)
+    # the student itself as a teacher has the advantage 0
+    for experts, zero in (
+        ([engine.student, engine.teacher], slice(0, 4)),
+        ([engine.teacher, engine.student], slice(4, 8)),
+    ):
+        advantages = claim.teachers(engine, experts, torch.zeros(0))
+        assert (advantages == 0).all(1).nonzero().flatten().tolist() == list(range(8))[zero]
+
+
+def test_runs_of_several_machines_keep_their_machine(claims, tmp_path: Path) -> None:
+    file = tmp_path / "claim.json"
+    runs = [
+        {"arm": "a", "seed": 1, "finished": True},
+        {"arm": "a", "seed": 2, "finished": True, "machine": {"cores": 16}},
+    ]
+    file.write_text(json.dumps({"machine": {"cores": 2}, "peak_bytes": 7, "runs": [*runs, {}]}))
+    kept, peak = claims("claims").earlier(file)
+    assert {key: run["machine"]["cores"] for key, run in kept.items()} == {("a", 1): 2, ("a", 2): 16} and peak == 7
