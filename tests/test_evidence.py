@@ -1,5 +1,6 @@
 """docs/evidence.md against the result files, and the first claim in small without engines."""
 
+import gzip
 import importlib
 import itertools
 import json
@@ -15,6 +16,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "claims"
 CLAIMS = REPOSITORY / "examples" / "claims"
+REAL = REPOSITORY / "benchmarks" / "results" / "gpu" / "2026-11-27_h200_smollm2"
 PAGE = REPOSITORY / "docs" / "evidence.md"
 MODES = REPOSITORY / "docs" / "modes.md"
 SECTION = re.compile(r"^## .*?\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -268,3 +270,40 @@ def test_runs_of_several_machines_keep_their_machine(claims, tmp_path: Path) -> 
     file.write_text(json.dumps({"machine": {"cores": 2}, "peak_bytes": 7, "runs": [*runs, {}]}))
     kept, peak = claims("claims").earlier(file)
     assert {key: run["machine"]["cores"] for key, run in kept.items()} == {("a", 1): 2, ("a", 2): 16} and peak == 7
+
+
+REAL_FIGURES = json.loads((REAL / "figures.json").read_text())
+
+
+@pytest.mark.parametrize("seed", ["42", "43", "44"])
+@pytest.mark.parametrize(
+    ("part", "run", "tag", "label"),
+    [
+        ("facts", "facts", "general_rule", "correct"),
+        ("recovery", "recover_opd", "capitals", "capitals"),
+        ("recovery", "recover_opd", "facts", "facts"),
+    ],
+)
+def test_the_real_model_s_figures_are_those_of_its_records(
+    part: str, run: str, tag: str, label: str, seed: str
+) -> None:
+    found, key = REAL_FIGURES[part][seed], f"val_correct/{tag}/mean"
+    with gzip.open(REAL / f"{run}_{seed}" / "metrics.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [row for row in map(json.loads, lines) if key in row]
+    assert [row["step"] for row in rows] == found["steps"]
+    assert [row[key] * found[f"{label}_questions"] for row in rows] == pytest.approx(found[label])
+
+
+@pytest.mark.parametrize("name", sorted(REAL_FIGURES["answers_by_transformers"]))
+def test_the_real_model_s_answers_are_counted_again(name: str) -> None:
+    rows = json.loads((REAL / name / "answers.json").read_text())["answers"]
+    for model, tags in REAL_FIGURES["answers_by_transformers"][name].items():
+        correct = [row["expected"].lower() in re.findall(r"\w+", row[model].lower()) for row in rows]
+        assert sum(correct) == sum(tag["correct"] for tag in tags.values())
+        assert len(correct) == sum(tag["questions"] for tag in tags.values())
+
+
+def test_every_number_about_the_real_model_is_one_of_its_figures() -> None:
+    (text,) = [text for title, text in TITLED.findall(PAGE.read_text(encoding="utf-8")) if title == "One real model"]
+    known = numbers_in(REAL_FIGURES)
+    assert [shown for shown in NUMBER.findall(prose_of(text)) if not is_in(shown, known)] == []
