@@ -84,7 +84,7 @@ def test_every_family_of_the_registry_has_random_sizes() -> None:
 
 @CASES
 def test_logprobs_equal_hugging_face(answers: Answers, saved: Model, expected: Any, family: str, layout: str) -> None:
-    """Within 1e-5 (at a temperature below 1: divided by it), or no farther from f64 than Hugging Face's f32 is."""
+    """The bound is that of `assert_as_exact`."""
     saved(family)
     for name in PASSES:
         temperature = data.PASSES[name][2]

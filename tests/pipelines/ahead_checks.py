@@ -15,10 +15,10 @@ def ahead(bound: float, depth: float | None = None, on_update: str = "continue")
     return (*settings, f"async_depth={depth:g}") if depth is not None else settings
 
 
-def check_ahead(run: Run, bound: float, groups: int, steps: int) -> None:
+def check_ahead(run: Run, bound: float, groups: int, steps: int, resumed_after: int = 0) -> None:
     """Check the ages of all tokens, the ledger and the updates of a run with batches of `groups` groups.
 
-    samples.jsonl must have every sample.
+    samples.jsonl must have every sample. The counts of groups begin again after the step `resumed_after`.
     """
     assert run.code == 0, run.output[-3000:]
     rows = [row for row in run.rows("metrics.jsonl") if row["step"]]
@@ -32,7 +32,8 @@ def check_ahead(run: Run, bound: float, groups: int, steps: int) -> None:
         oldest = version - min(first for first, _ in entry["versions"])
         assert min(ages) >= 0 and max(ages) == row["rollout/async/age_max"] == oldest <= np.ceil(bound)
         assert len(entry["trained"]) == groups
-        assert row["rollout/async/trained_groups"] == row["step"] * groups <= row["rollout/async/admitted_groups"]
+        counted = row["step"] - (resumed_after if row["step"] > resumed_after else 0)
+        assert row["rollout/async/trained_groups"] == counted * groups <= row["rollout/async/admitted_groups"]
         assert row.get("actor/skipped_updates", 0) == 0 and 0 < row["rollout/mismatch/ess"] <= 1 + 1e-9
         largest = max(largest, *ages)
     assert largest > 0  # otherwise nothing was ahead

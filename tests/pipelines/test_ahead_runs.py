@@ -189,7 +189,7 @@ def test_training_continues_during_a_validation_on_a_reserved_engine(tmp_path: P
     assert killed.code < 0
     run = launch(tmp_path / "two", *reserved, "resume_from_checkpoint=true")
     assert waits.code == run.code == 0, waits.output[-4000:] + run.output[-4000:]
-    check_ahead(run, 1, PROMPTS, 6)
+    check_ahead(run, 1, PROMPTS, 6, resumed_after=3)
     for name in ("samples.jsonl", "ledger.jsonl"):
         assert waits.rows(name) == run.rows(name)
     one, other = ({row["step"]: row for row in each.rows("metrics.jsonl")} for each in (waits, run))
