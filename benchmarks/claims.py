@@ -3,10 +3,10 @@
     python benchmarks/claims.py [NAME ...] [--seeds 1 2 3] [--again 4 5 6] [--task threes] [--engine loop]
         [--arms ARM ...] [--resume] [--output DIR]
 
-Writes NAME.json and NAME.svg, with every run that was started, into the output directory (default
-benchmarks/results/claims). Files of another task or engine have its name behind the claim's. The engine `loop` trains
-in this process, `session` in the processes of a run. A claim is judged with `--seeds`, and again with `--again`. The
-exit code is 1 if a verdict with `--seeds` differs from the published one.
+Writes NAME.json and NAME.svg, with every run that was started, into the output directory (default output/claims; the
+published files are in benchmarks/results/claims). Files of another task or engine have its name behind the claim's.
+The engine `loop` trains in this process, `session` in the processes of a run. A claim is judged with `--seeds`, and
+again with `--again`. The exit code is 1 if a verdict with `--seeds` differs from the published one.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("loop", "session"), default="loop")
     parser.add_argument("--resume", action="store_true", help="keep the finished runs of the result file")
     parser.add_argument("--arms", nargs="+", help="only these, for a look; the claim is not judged then")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "output" / "claims", metavar="DIR")
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(names()):
         parser.error(f"no claim {', '.join(sorted(unknown))}; known are {', '.join(names())}")
