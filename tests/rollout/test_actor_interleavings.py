@@ -8,6 +8,7 @@ import asyncio
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -112,7 +113,7 @@ SHAPES = [
 SHAPES += [Case(1, steps=4, on_update=mode, eval_steps=1, is_reserved=True, save_steps=3) for mode in MODES]
 
 
-def interrupted(make_source: Any, case: Case, seed: int, every: int, interrupt: Callable, wanted: Any) -> int:
+def interrupted(make_source: Any, case: Case, seed: int, every: int, interrupt: Callable, wanted: tuple) -> int:
     """Interrupt a run at each `every`-th of its events, and check its end; return the number of these runs."""
     whole, _ = result_of(make_source, case, seed)
     events = range(1 + seed % every, whole.events + 1, every)
@@ -121,8 +122,11 @@ def interrupted(make_source: Any, case: Case, seed: int, every: int, interrupt: 
         try:
             with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                with pytest.raises(wanted):
-                    loop.run(trained(loop, case, make_source(), patch))
+                with suppress(*wanted):
+                    records = loop.run(trained(loop, case, make_source(), patch))
+                    # only a call for an extra group whose batch is complete may fail without ending the run
+                    assert interrupt is lose and case.bound == 0 and case.filters == "some"
+                    check(case, records)
             assert not warned, [str(one.message) for one in warned]  # coroutines that were never awaited
             assert not (loop.left and interrupt is cancel), loop.left
             assert not WAITS.text()
@@ -147,12 +151,15 @@ NIGHTLY = [pytest.param(shape, 1, marks=pytest.mark.nightly) for shape in SHAPES
 @pytest.mark.parametrize(("case", "every"), [*ON_PUSH, *NIGHTLY])
 def test_an_interrupted_run_ends_without_tasks_and_waits(make_source: Any, case: Case, every: int) -> None:
     """Ctrl-C at each event."""
-    print(f"{interrupted(make_source, case, 0, every, cancel, asyncio.CancelledError)} interrupted runs")
+    print(f"{interrupted(make_source, case, 0, every, cancel, (asyncio.CancelledError,))} interrupted runs")
 
 
 @pytest.mark.parametrize(("case", "every"), [*ON_PUSH, *NIGHTLY])
 def test_a_run_with_a_lost_part_ends_with_its_error(make_source: Any, case: Case, every: int) -> None:
-    """A call to an actor fails, at each event. Calls to other actors may still run then."""
+    """A call to an actor fails, at each event. Calls to other actors may still run then.
+
+    A failed call for an extra group (`filters`) whose batch is complete does not end the run.
+    """
     print(f"{interrupted(make_source, case, 0, every, lose, (LostPart, RunError))} runs with a lost part")
 
 
