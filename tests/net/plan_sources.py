@@ -28,6 +28,7 @@ TARGETS = {  # group of `configs/` -> where the demo takes one of its fragments;
     "trackers": "trackers",
 }
 IS_RUN = re.compile(r"^(?:student_train|actor_train|sft_train|student|mode|defaults)\s*:", re.MULTILINE)
+MADE = " output/"  # before paths of files that the scripts of examples/real write
 # models and rows of full size, by the names under which ROLL's files have them
 MODEL = re.compile(r"(?<![\w./-])(?:Qwen|deepseek-ai|virtuoussy|meta-llama|zai-org)/([\w.-]+)")
 ROWS = re.compile(r"(?<![\w/-])(?:data|\./data)/([\w./-]+)\.(jsonl?|parquet)")
@@ -71,10 +72,11 @@ def our_sources(root: Path) -> Iterator[Source]:
         if not IS_RUN.search(text):
             continue
         name = str(file.relative_to(REPOSITORY))
-        if MODEL.search(text) or ROWS.search(text):
+        if MODEL.search(text) or ROWS.search(text) or MADE in text:
             file = root / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(with_stand_ins(text, root), encoding="utf-8")
+            # models and rows that a reader has made are not found
+            file.write_text(with_stand_ins(text, root).replace(MADE, f" {root}/{MADE.strip()}"), encoding="utf-8")
         rows = [f"student_train.data_args.file_name={_write_rows(root, 'gsm8k')}"] if name == GSM8K else []
         yield Source(name, file, (f"output_dir={root}/output", *rows))
     for group, target in TARGETS.items():
