@@ -84,14 +84,16 @@ def test_every_family_of_the_registry_has_random_sizes() -> None:
 
 @CASES
 def test_logprobs_equal_hugging_face(answers: Answers, saved: Model, expected: Any, family: str, layout: str) -> None:
-    """The bound is that of `assert_as_exact`."""
+    """Within 1e-5; f32 of Gated DeltaNet depends on the CPU, so hybrids have the bound of `assert_as_exact`."""
     saved(family)
     for name in PASSES:
         temperature = data.PASSES[name][2]
         found = answers.arrays(f"sized-{family}-{layout}-{name}")
-        theirs, exact = (expected(family, temperature, is_exact) for is_exact in (False, True))
-        ours = np.concatenate([found[str(number)] for number in range(len(found))])
-        reference.assert_as_exact(ours, theirs, exact, temperature, name)
+        ours, theirs = np.concatenate([found[str(n)] for n in range(len(found))]), expected(family, temperature, False)
+        if family in sizes.HYBRIDS:
+            reference.assert_as_exact(ours, theirs, expected(family, temperature, True), temperature, name)
+        else:
+            assert np.abs(ours - theirs).max() <= 1e-5, name
 
 
 @CASES
