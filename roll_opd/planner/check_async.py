@@ -105,7 +105,7 @@ def _check_correction(top: Top, mode: str) -> None:
                 " The teachers' part always has separate importance weights; use filters, or remove is_weight",
             )
     elif correction is None or not (correction.weight or correction.filters):
-        top.diag.error(
+        top.diag.unsupported(
             KEY,
             f"{top.async_generation_ratio:g} trains the reward's part on samples of older weights; without a"
             f" correction, the importance ratio of these samples would be taken as 1; write {ADVICE}",

@@ -36,15 +36,18 @@ def check_devices(roles: list[Role], top: Run) -> None:
             )
         layout = role.strategy.layout
         if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:
-            role.diag.error(
+            role.diag.unsupported(
                 f"{OPTIONS}.tensor_parallel_size",
-                f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node} devices;"
-                " use a smaller size",
+                f"an engine of {layout.tp} devices spans several nodes of {top.num_gpus_per_node} devices, which is not"
+                f" available yet; use at most {top.num_gpus_per_node}",
             )
         elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
             where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node} devices each"
             if role.job == "rollout":
-                role.diag.error("device_mapping", f"an engine's {where}; choose devices of a single node")
+                role.diag.unsupported(
+                    "device_mapping",
+                    f"an engine's {where}, which is not available yet; choose devices of a single node",
+                )
             else:
                 role.diag.note(
                     "device_mapping",
