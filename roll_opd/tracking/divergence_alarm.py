@@ -7,8 +7,10 @@ collapse, the reward does not rise. Self-distillation often collapses after 100 
 An alarm is given if a change meets three conditions. It is large, it is significant compared with the noise between
 steps (`significance`), and it is present in both halves of the last window.
 
-The alarm for samples of old weights has fixed limits and does not depend on the reward. The reason is that the
-importance weights of a few sequences dominate an update before the reward falls (arXiv 2602.17616).
+The alarm for samples of other weights has fixed limits and does not depend on the reward. The reason is that the
+importance weights of a few sequences dominate an update before the reward falls (arXiv 2602.17616). If the samples are
+older than the weights, a single step is enough. Otherwise sampler and learner only compute differently, and the alarm
+needs several steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +32,9 @@ RISEN = 1.0  # standard errors: a larger rise of the reward counts as learning
 TRUNCATED_MORE = 0.1  # increase of the fraction of truncated answers that gives an alarm
 TRUNCATED_TIMES = 1.5  # factor by which the fraction of truncated answers must increase
 GROWN = 1.1  # factor by which the mean length must increase
-ESS_WINDOW = 3  # number of steps whose samples are tested for their age
-MIN_ESS = 0.25  # alarm below this effective fraction of the sequences (geometric mean)
-# nats per token: the mean KL from sampler to learner must also be above this, as long answers lower the fraction too
+ESS_WINDOW = 3  # number of steps that the alarm for samples of other weights needs if the samples are not older
+MIN_ESS = 0.2  # alarm below this effective fraction of the sequences (geometric mean over the steps)
+# nats per token: the KL from sampler to learner must also be above this, as long answers lower the fraction too
 MIN_KL = 0.01
 
 TINY = 1e-9
@@ -40,7 +42,7 @@ TINY = 1e-9
 ENTROPY, AGREEMENT = "opd/student_entropy", "opd/agreement"
 LENGTH, REWARD = "tokens/response_length/mean", "critic/score/mean"
 TRUNCATED = "rollout/finish_length_rate"
-ESS, KL = "rollout/mismatch/ess_sequence", "rollout/mismatch/k1"
+ESS, KL, AGE = "rollout/mismatch/ess_sequence", "rollout/mismatch/k1", "rollout/async/age_mean"
 READ = (ENTROPY, AGREEMENT, LENGTH, REWARD, TRUNCATED, ESS)
 STDERR = "critic/score/stderr"
 
@@ -113,7 +115,6 @@ class DivergenceAlarm:
             self._stderr2.append((_finite(metrics.get(STDERR)) or 0.0) ** 2)
         if self._truncated.add(metrics):
             measured.add(TRUNCATED)
-        is_far = self._effective.add(metrics) and ESS not in self._sounded
         self._steps += 1
         self._untested |= measured
         if self._steps % max(1, self._steps // MAX_TESTS):
@@ -121,7 +122,8 @@ class DivergenceAlarm:
         else:
             measured, self._untested = self._untested, set()
         new = dict(self._found(measured - self._sounded))
-        if is_far and (text := self._staleness()):
+        steps = 1 if _finite(metrics.get(AGE)) else ESS_WINDOW
+        if self._effective.add(metrics) and ESS not in self._sounded and (text := self._staleness(steps)):
             new[ESS] = text
         self._sounded |= new.keys()
         return list(new.values())
@@ -163,20 +165,17 @@ class DivergenceAlarm:
             f" {self._remedies.against_collapse()}"
         )
 
-    def _staleness(self) -> str:
-        """Return a warning if the samples are from weights that differ much from the student's, otherwise "".
-
-        Only the last `ESS_WINDOW` steps are considered.
-        """
-        shares, kl = self._effective.values()[:, -ESS_WINDOW:]
+    def _staleness(self, steps: int) -> str:
+        """Return a warning if the last samples are from weights that differ much from the student's, otherwise ""."""
+        shares, kl = self._effective.values()[:, -steps:]
         effective = float(np.exp(np.log(np.maximum(shares, TINY)).mean()))
-        if len(shares) < ESS_WINDOW or effective >= MIN_ESS or kl.mean() <= MIN_KL:
+        if len(shares) < steps or effective >= MIN_ESS or kl.mean() <= MIN_KL:
             return ""
+        last = "this step" if steps == 1 else f"the last {steps} steps"
         return (
-            f"{ESS}: the effective number of sequences in the last {ESS_WINDOW} steps is {effective:.0%} of their"
-            f" actual number, because the KL of the student from the weights that sampled the sequences is"
-            f" {kl.mean():.2g} nats per token: updates become noisy, and the reward may fall;"
-            f" {self._remedies.against_staleness()}"
+            f"{ESS}: the effective number of sequences in {last} is {effective:.0%} of their actual number, because the"
+            f" KL of the student from the weights that sampled the sequences is {kl.mean():.2g} nats per token: updates"
+            f" become noisy, and the reward may fall; {self._remedies.against_staleness()}"
         )
 
     def _truncation(self) -> str:
