@@ -97,6 +97,16 @@ def test_figures_and_verdicts_follow_from_the_runs(claims) -> None:
         assert judged(claims(file.stem.partition("-")[0]), result, bars).items() <= result.items()
 
 
+def test_the_page_s_table_has_all_findings_and_each_holds_with_all_seeds_and_tasks() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for file in RESULTS.glob("*.json"):
+        result = json.loads(file.read_text())
+        for ending in ("", "_again"):
+            found = result.get(f"findings{ending}", result["findings"])
+            assert all(found.values()), file.stem
+            assert f"| `{file.stem.partition('-')[0]}` | {'; '.join(found)} |" in text
+
+
 def test_the_page_states_the_cost_of_all_claims(claims) -> None:
     results = [json.loads(file.read_text()) for file in RESULTS.glob("*.json")]
     (stated,) = re.findall(

@@ -91,3 +91,13 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
         "OPD keeps 0.95 of the facts": kept[OPD],
         "SFT on chains is worse in one of them": not (recovered[REPLAY] and kept[REPLAY]),
     }
+
+
+def findings(found: Mapping[str, float]) -> dict[str, bool]:
+    """Return the inequalities that docs/evidence.md states."""
+    known, after = found["facts after fine-tuning"], "after fine-tuning"
+    return {
+        "fine-tuning takes at least half of the chains": found[f"chains {after}"] <= found["chains before"] / 2,
+        "both methods lose nine tenths of the facts": max(found[f"facts, {name}"] for name in METHODS) <= known / 10,
+        "SFT recovers more of the chains than OPD": found[f"chains, {REPLAY}"] > found[f"chains, {OPD}"],
+    }

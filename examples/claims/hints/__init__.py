@@ -128,3 +128,20 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
         "own answer, average: the last accuracy is higher": found["own answer, average last"]
         > found["own answer last"],
     }
+
+
+def findings(found: Mapping[str, float]) -> dict[str, bool]:
+    """Return the inequalities that docs/evidence.md states."""
+    kinds = ("rule", "own answer")
+    return {
+        "current weights: the accuracy rises and then falls": all(
+            found[f"{kind} last"] < found[f"{kind} best"] - 0.1 for kind in kinds
+        ),
+        "current weights: an alarm is given": max(found[f"{kind} alarm"] for kind in kinds) <= STEPS,
+        "current weights: the alarm comes earlier with the rule than with the right answer": found["rule alarm"]
+        < found["own answer alarm"],
+        "averaged weights reach 0.9": min(found[f"{kind}, average best"] for kind in kinds) >= 0.9,
+        "averaged weights: the last accuracy is higher than with current weights": all(
+            found[f"{kind}, average last"] > found[f"{kind} last"] for kind in kinds
+        ),
+    }

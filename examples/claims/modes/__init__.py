@@ -127,3 +127,14 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
         "reverse has the higher accuracy": found["reverse accuracy"] > found["forward accuracy"],
         "forward has the higher pass@8 of both rules": found["forward pass@8"] > found["reverse pass@8"],
     }
+
+
+def findings(found: Mapping[str, float]) -> dict[str, bool]:
+    """Return the inequalities that docs/evidence.md states."""
+    return {
+        "the share of the main rule rises with reverse KL and falls with forward KL": (
+            found["reverse main rule"] > found["start main rule"] > found["forward main rule"]
+        ),
+        "reverse has the higher accuracy": found["reverse accuracy"] > found["forward accuracy"],
+        "forward has the higher pass@8 of both rules": found["forward pass@8"] > found["reverse pass@8"],
+    }

@@ -123,3 +123,15 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
         "cold start: a gain of at least 0.6": found["other, cold start gain"] >= 0.6,
         "same notation: a gain of at least 0.6": found["same notation gain"] >= 0.6,
     }
+
+
+def findings(found: Mapping[str, float]) -> dict[str, bool]:
+    """Return the inequalities that docs/evidence.md states."""
+    return {
+        "other notation: an overlap below 0.6": found["other notation first overlap"] < 0.6,
+        "other notation: a gain below 0.1": found["other notation gain"] < 0.1,
+        "the cold start raises the overlap": found["other, cold start first overlap"]
+        > found["other notation first overlap"],
+        "cold start: a gain below 0.1": found["other, cold start gain"] < 0.1,
+        "same notation: a gain of at least 0.6": found["same notation gain"] >= 0.6,
+    }

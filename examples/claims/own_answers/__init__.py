@@ -41,3 +41,11 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
         f"{POOL} questions: the gap grows with the length": found[f"gap {long}{few}"] > found[f"gap {short}{few}"],
         f"all questions: OPD is better at {short}": found[f"gap {short}"] > 0,
     }
+
+
+def findings(found: Mapping[str, float]) -> dict[str, bool]:
+    """Return the inequalities that docs/evidence.md states."""
+    few = f", {POOL} questions"
+    return {
+        f"{POOL} questions: OPD is better at both lengths": min(found[f"gap {length}{few}"] for length in LENGTHS) > 0,
+    }

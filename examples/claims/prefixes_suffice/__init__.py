@@ -39,3 +39,9 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
         "first 30 % within 0.02 of all": found["first 30 % accuracy"] >= complete - 0.02,
         "last 30 % gain less than a third of all": found["last 30 % accuracy"] < complete / 3,
     }
+
+
+def findings(found: Mapping[str, float]) -> dict[str, bool]:
+    """Return the inequalities that docs/evidence.md states."""
+    parts = (found["first 30 % accuracy"], found["last 30 % accuracy"])
+    return {"first and last 30 % gain at most 0.6 of all": max(parts) <= 0.6 * found["all accuracy"]}

@@ -168,3 +168,16 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
         "forward at least 0.97": found["forward ratio"] >= 0.97,
         "GRPO loses most": found["GRPO ratio"] < min(others),
     }
+
+
+def findings(found: Mapping[str, float]) -> dict[str, bool]:
+    """Return the inequalities that docs/evidence.md states."""
+    tokens = ("stored", "recomputed", "weighted")
+    return {
+        "sampled tokens keep at most a half of their accuracy with fresh samples": (
+            max(found[f"{name} ratio"] for name in tokens) <= 0.5
+        ),
+        "reverse and forward KL over the vocabulary keep at least 0.95 of it": (
+            min(found["full ratio"], found["forward ratio"]) >= 0.95
+        ),
+    }

@@ -147,3 +147,20 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
             min(found[f"top-4, {name} least mass"] for name in ("tail", "generalised")) > 0.5
         ),
     }
+
+
+def findings(found: Mapping[str, float]) -> dict[str, bool]:
+    """Return the inequalities that docs/evidence.md states."""
+    tail, truncated = "top-4, tail", "top-4, truncated"
+    return {
+        "variance of sampled tokens more than 5 times that of the top-k": found["variance ratio"] > 5,
+        "more seeds reach the bar with the top-k than with sampled tokens": (
+            found[f"{tail} seeds at the bar"] > found["sampled seeds at the bar"]
+        ),
+        "without the tail the probability of the top-k falls below 0.5, with it it does not": (
+            found[f"{truncated} least mass"] < 0.5 < found[f"{tail} least mass"]
+        ),
+        "the generalised KL keeps more of the probability than no tail": (
+            found["top-4, generalised least mass"] > found[f"{truncated} least mass"]
+        ),
+    }
