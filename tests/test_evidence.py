@@ -15,12 +15,13 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "claims"
+FILES = sorted(RESULTS.rglob("*.json"))  # `repeated`: seeds 1 to 3 on another machine, `unseen`: 7 to 9
 CLAIMS = REPOSITORY / "examples" / "claims"
 REAL = REPOSITORY / "benchmarks" / "results" / "gpu" / "2026-11-27_h200_smollm2"
 PAGE = REPOSITORY / "docs" / "evidence.md"
 MODES = REPOSITORY / "docs" / "modes.md"
 SECTION = re.compile(r"^## .*?\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"results/claims/([\w-]+)\.json")
+LINK = re.compile(r"results/claims/((?:unseen/|repeated/)?[\w-]+)\.json")
 TITLED = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 ADVICE = re.compile(r"^\| (.*\]\(evidence\.md#([\w-]+)\)).* \|$", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.:/-])\d[\d,]*(?:\.\d+)?(?![\w/-])")
@@ -65,13 +66,13 @@ def test_a_number_that_was_not_measured_is_found() -> None:
     assert [is_in(shown, known) for shown in ("8", "21", "21.0", "21.04", "22", "20.9")] == [True] * 4 + [False] * 2
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_every_run_that_was_started_is_in_its_result_file(file: Path) -> None:
     result = json.loads(file.read_text())
     assert [{"arm": run["arm"], "seed": run["seed"]} for run in result["runs"]] == result["started"]
     assert all(run["finished"] for run in result["runs"])
     assert len({one["seed"] for one in result["started"]}) >= 3
-    assert file.stem in {name for names, _ in sections() for name in names}
+    assert str(file.relative_to(RESULTS).with_suffix("")) in {name for names, _ in sections() for name in names}
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def claims(monkeypatch: pytest.MonkeyPatch):
 
 def test_figures_and_verdicts_follow_from_the_runs(claims) -> None:
     judged = claims("claims").judged
-    for file in RESULTS.glob("*.json"):
+    for file in FILES:
         result = json.loads(file.read_text())
         bars = {arm: values["bar"] for arm, values in result["arms"].items()}
         assert judged(claims(file.stem.partition("-")[0]), result, bars).items() <= result.items()
@@ -99,7 +100,7 @@ def test_figures_and_verdicts_follow_from_the_runs(claims) -> None:
 
 def test_the_page_s_table_has_all_findings_and_each_holds_with_all_seeds_and_tasks() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for file in RESULTS.glob("*.json"):
+    for file in FILES:
         result = json.loads(file.read_text())
         for ending in ("", "_again"):
             found = result.get(f"findings{ending}", result["findings"])

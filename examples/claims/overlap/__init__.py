@@ -127,11 +127,12 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
     """Return the inequalities that docs/evidence.md states."""
+    other, cold = "other notation", "other, cold start"
     return {
-        "other notation: an overlap below 0.6": found["other notation first overlap"] < 0.6,
-        "other notation: a gain below 0.1": found["other notation gain"] < 0.1,
-        "the cold start raises the overlap": found["other, cold start first overlap"]
-        > found["other notation first overlap"],
-        "cold start: a gain below 0.1": found["other, cold start gain"] < 0.1,
-        "same notation: a gain of at least 0.6": found["same notation gain"] >= 0.6,
+        "other notation: an overlap below 0.6": found[f"{other} first overlap"] < 0.6,
+        "the cold start raises the overlap": found[f"{cold} first overlap"] > found[f"{other} first overlap"],
+        "other notation: a gain below 0.1, with and without a cold start": (
+            max(found[f"{other} gain"], found[f"{cold} gain"]) < 0.1
+        ),
+        "same notation: a gain of at least 0.1": found["same notation gain"] >= 0.1,
     }
