@@ -172,12 +172,10 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
     """Return the inequalities that docs/evidence.md states."""
-    tokens = ("stored", "recomputed", "weighted")
+    sampled = max(found[f"{name} ratio"] for name in ("stored", "recomputed", "weighted"))
     return {
-        "sampled tokens keep at most a half of their accuracy with fresh samples": (
-            max(found[f"{name} ratio"] for name in tokens) <= 0.5
-        ),
-        "reverse and forward KL over the vocabulary keep at least 0.95 of it": (
-            min(found["full ratio"], found["forward ratio"]) >= 0.95
+        "sampled tokens keep at most a half of their accuracy with fresh samples": sampled <= 0.5,
+        "reverse and forward KL over the vocabulary keep a larger share": (
+            min(found["full ratio"], found["forward ratio"]) > sampled
         ),
     }
