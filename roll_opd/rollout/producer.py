@@ -160,6 +160,7 @@ class _Production:
         versions = rollouts.versions
         self._window = GroupWindow(self._pace, versions.start, versions.stop, self._gate.version)
         self._waves: set[asyncio.Task[None]] = set()
+        self._learner_waits = asyncio.Event()
         self._groups: dict[int, _Group] = {}  # decided groups, by number
         self._positions: dict[int, _Position] = {}  # position after each group, kept until no older group is open
         self._position = self._here()  # position after all groups before `_oldest`
@@ -210,7 +211,9 @@ class _Production:
             while (numbers := self._window.take()) is None:
                 if self.producing.done():
                     self.producing.result()
+                self._learner_waits.set()
                 await self._gate.change()
+        self._learner_waits.clear()
         self._gate.notify()
         batch = self._assembled(version, numbers)
         if not self._pace.is_synchronous:
@@ -297,7 +300,8 @@ class _Production:
         selection = Selection(len(wave.prompts), of.context.sampling.n, wave.wanted, of.passes)
         # the draw chooses the engine, so that a group has the same engine in a resumed run
         sampled_by, first_group = self._gate.version, 0 if in_turns else wave.first_draw
-        runs = roll_out(of.context, wave.prompts, rewards, wave.first_draw, bool(of.passes), first_group)
+        urgent = None if self._one_wave else self._learner_waits
+        runs = roll_out(of.context, wave.prompts, rewards, wave.first_draw, bool(of.passes), first_group, urgent)
         async with aclosing(runs):
             async for number, samples in runs:
                 # with groups ahead, this is the oldest version that a token can have

@@ -3,7 +3,7 @@
 Samples are scored while others are still being sampled. The rewards of a run are requested when the run ends. The
 rollout waits for these rewards only if a filter needs them. Frozen models score samples in chunks, in the order in
 which the runs of an engine end. If an engine is deterministic, this order does not depend on timing, so the same
-samples are always packed together.
+samples are always packed together. If groups run ahead and the learner waits, incomplete chunks are scored as well.
 
 `Selection` chooses groups of runs. A `Batch` holds the samples of one training step.
 """
@@ -97,6 +97,7 @@ async def roll_out(
     first_draw: int,
     wait_for_rewards: bool = False,
     first_group: int = 0,
+    urgent: asyncio.Event | None = None,
 ) -> AsyncGenerator[tuple[int, list[Sample]], None]:
     """Run the workflow `sampling.n` times on each prompt, and yield the result of each run when it ends.
 
@@ -109,10 +110,11 @@ async def roll_out(
         wait_for_rewards: whether a run is yielded only when its samples have their rewards. If False, rewards may still
             be pending.
         first_group: group number of the first prompt. The engine of a group depends on the group number.
+        urgent: while it is set, samples are scored without waiting for complete chunks.
     """
     n, sampler, temperature = context.sampling.n, context.sampler, context.sampling.temperature
     engines = [sampler.engine_of(first_group + number // n) for number in range(len(prompts) * n)]
-    logprobs = ChunkedLogprobs(context.frozen_models, temperature, context.chunk_samples, engines)
+    logprobs = ChunkedLogprobs(context.frozen_models, temperature, context.chunk_samples, engines, urgent)
     models = context.frozen_models
     generated, read = Count("generated", len(engines)), Count("log-probs", len(engines))
     counts = [generated, *([read] if models.teachers or models.reference else []), rewards.scored]
@@ -155,36 +157,61 @@ class ChunkedLogprobs:
     The samples of an engine are put into chunks in the order in which its runs end.
     """
 
-    def __init__(self, models: FrozenModels, temperature: float, chunk: int, engines: Sequence[int]) -> None:
+    def __init__(
+        self,
+        models: FrozenModels,
+        temperature: float,
+        chunk: int,
+        engines: Sequence[int],
+        urgent: asyncio.Event | None = None,
+    ) -> None:
         """Create the queues of waiting samples.
 
         Args:
-            models: the frozen models.
-            temperature: temperature of the log-probs.
             chunk: number of samples that the models score at a time.
             engines: the engine of each run.
+            urgent: while it is set, incomplete chunks are scored too, one at a time.
         """
         self._models, self._temperature, self._chunk = models, temperature, chunk
-        self._running = Counter(engines)
+        self._running, self._urgent, self._early = Counter(engines), urgent, asyncio.Lock()
         self._waiting: dict[int, list[tuple[Sample, asyncio.Future[Sample]]]] = defaultdict(list)
 
     async def added_to(self, experiences: Sequence[Sample], engine: int) -> list[Sample]:
         """Return the samples of a run with their log-probs. This method must be called once for each run.
 
-        The samples of an engine wait until a chunk is complete, or until the last run of the engine has ended. The call
-        that completes the chunk then computes the log-probs of all waiting samples.
+        The samples of an engine wait until a chunk is complete, until the last run of the engine has ended, or until
+        scoring is urgent. One of the calls then computes the log-probs of all waiting samples.
         """
         loop = asyncio.get_running_loop()
         results: list[asyncio.Future[Sample]] = [loop.create_future() for _ in experiences]
         self._waiting[engine] += zip(experiences, results, strict=True)
         self._running[engine] -= 1
         if len(self._waiting[engine]) >= self._chunk or not self._running[engine]:
-            chunk = self._waiting.pop(engine)
-            with WAITS.of("the scorer", f"teachers and reference, {len(chunk)} samples"):
-                read = await self._models.compute_logprobs([waiting for waiting, _ in chunk], self._temperature)
-            for (_, future), one in zip(chunk, read, strict=True):
-                future.set_result(one)
+            await self._score([engine])
+        elif results and self._urgent:
+            await self._score_if_urgent(results[-1], self._urgent)
         return [await result for result in results]
+
+    async def _score_if_urgent(self, result: asyncio.Future[Sample], urgent: asyncio.Event) -> None:
+        """Wait for a result. If scoring becomes urgent before, score the waiting samples of all engines."""
+        waiting = asyncio.create_task(urgent.wait())
+        either: list[asyncio.Future[Any]] = [result, waiting]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        async with self._early:  # samples that end meanwhile form the next chunk
+            if not result.done():
+                await self._score(list(self._waiting))
+
+    async def _score(self, engines: Sequence[int]) -> None:
+        """Compute the log-probs of the waiting samples of some engines."""
+        if not (chunk := [one for engine in engines for one in self._waiting.pop(engine, ())]):
+            return
+        with WAITS.of("the scorer", f"teachers and reference, {len(chunk)} samples"):
+            read = await self._models.compute_logprobs([waiting for waiting, _ in chunk], self._temperature)
+        for (_, future), one in zip(chunk, read, strict=True):
+            future.set_result(one)
 
 
 @contextmanager
@@ -276,9 +303,8 @@ class Batch:
     generated_tokens: int = 0  # sampled tokens of all groups, including groups that did not pass
     demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
     demonstration_samples: list[Sample] = field(default_factory=list)
-    source_state: dict[str, Any] = field(
-        default_factory=dict
-    )  # for a checkpoint: the state in which prompts of later batches are not drawn yet
+    # for a checkpoint: the state in which prompts of later batches are not drawn yet
+    source_state: dict[str, Any] = field(default_factory=dict)
     epochs: float = 0.0  # passes over the prompts
     schedule: dict[str, float] = field(default_factory=dict)  # metrics of generation ahead of training
 

@@ -66,6 +66,38 @@ def test_samples_are_scored_while_others_are_being_written(make_source) -> None:
     assert sum("starts" in line for line in log[: log.index("engine done")]) >= 2
 
 
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_incomplete_chunks_are_scored_one_at_a_time_while_scoring_is_urgent(make_source, is_urgent: bool) -> None:
+    """Otherwise all chunks except the last one are complete."""
+    sizes: list[int] = []
+    scoring = False
+
+    class Sized(Watcher):
+        async def score(self, experiences: Sequence[Sample], *wanted: Any) -> list[TeacherAnswer]:
+            nonlocal scoring
+            assert not (scoring and is_urgent and len(experiences) < 4)
+            scoring = True
+            sizes.append(len(experiences))
+            answers = await super().score(experiences, *wanted)
+            scoring = False
+            return answers
+
+    async def scored() -> list[Sample]:
+        rollout, urgent = rollout_of(Engine(), FrozenModels([Sized(TeacherPlan("t", Watcher.worker, 1.0), [])])), None
+        if is_urgent:
+            urgent = asyncio.Event()
+            urgent.set()
+        rows = make_source().take(6)
+        async with aclosing(roll_out(rollout, rows, PendingRewards(rollout), 0, urgent=urgent)) as found:
+            return [sample async for _, samples in found for sample in samples]
+
+    samples = asyncio.run(scored())
+    assert len(samples) == sum(sizes) == 6 * SAMPLING.n
+    for sample in samples:
+        np.testing.assert_array_equal(sample.teacher_logprobs["t"], sample.response_tokens)
+    assert sizes == [4, 4, 4, 4, 2] if not is_urgent else min(sizes[:-1]) < 4
+
+
 def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> None:
     """For any reward domain; all rows here belong to one domain."""
     prompts = [replace(prompt, tag=("odd", "even")[number % 2]) for number, prompt in enumerate(make_source().take(6))]

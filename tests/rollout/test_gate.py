@@ -16,7 +16,7 @@ from roll_opd.inference.completion import Completion
 from roll_opd.rollout.finished_groups import FinishedGroup, read_groups, write_groups
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch
-from roll_opd.rollout.workflow import Model, Task, sample_of
+from roll_opd.rollout.workflow import Model, SingleTurn, Task, sample_of
 from roll_opd.samples.sample import Sample
 
 BATCHES, GROUPS = 5, 3
@@ -124,6 +124,23 @@ def test_a_window_trains_each_prompt_once_within_the_bound(
         if passes is None:
             assert sorted(drawn) == sorted(p.id for p in make_source().take(BATCHES * GROUPS))
         assert {batch.version - v for batch in batches for v in batch.versions} <= set(range(bound + 1))
+
+
+class OnlyTheFirstBatch(SingleTurn):
+    async def run(self, task: Task, model: Model) -> list[Sample]:
+        if task.draw >= GROUPS:
+            await asyncio.Event().wait()
+        return await super().run(task, model)
+
+
+def test_a_waiting_learner_gets_its_batch_before_other_groups_end(make_source: Any) -> None:
+    """The last samples of the batch do not fill a chunk, and the other groups of the wave never end."""
+    learner = learner_of(make_source(), 1)
+    context = learner.rollouts.context
+    assert GROUPS * SAMPLING.n % context.chunk_samples
+    learner.rollouts.context = replace(context, workflow=OnlyTheFirstBatch())
+    (batch,) = learned(learner, 1)
+    assert len(batch.samples) == GROUPS * SAMPLING.n and all(sample.teacher_logprobs for sample in batch.samples)
 
 
 def test_a_resume_inside_a_window_draws_each_prompt_once(make_source: Any) -> None:
