@@ -74,6 +74,7 @@ class Load:
         self.longest = LONGEST[emitting.engine._on_update]
         self.left = UPDATES
         self.tokens = self.split = self.turns = 0
+        self.ended = asyncio.Event()  # an answer, since the last update
 
     async def requests(self) -> None:
         engine = self.emitting.engine
@@ -85,6 +86,7 @@ class Load:
             assert len(answer.tokens) == limit and answer.finish_reason == "length"
             self.tokens += limit
             self.split += len(answer.versions) > 1
+            self.ended.set()
 
     async def conversations(self, model: ModelWrapper, number: int) -> None:
         """Turns at the endpoint, half of them streamed; each token of an answer is a tool call, and gets a result."""
@@ -116,7 +118,10 @@ class Load:
 
     async def updates(self) -> None:
         while self.left:
+            if self.emitting.engine._on_update == "restart":  # updates in a row would never let an answer end
+                await self.ended.wait()
             await asyncio.sleep(self.rng.random() * self.rng.choice(PAUSES))
+            self.ended.clear()
             await self.emitting.update()
             self.left -= 1
             if self.left % 100 == 0:

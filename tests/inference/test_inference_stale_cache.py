@@ -66,12 +66,18 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [save_model(make_model(seed), Path(tmp_path_factory.mktemp(f"weights-{seed}"))) for seed in range(3)]
 
 
-RESETS = ["wait", "continue", "restart"]
+# on_weight_update, tensor parallel size
+RESETS = [("wait", 1), ("continue", 1), ("restart", 1), ("continue", 2)]
 
 
-@pytest.fixture(scope="module", params=[*RESETS, "keep_kv"])
-def engine(request: pytest.FixtureRequest, paths: list[str], warm: None) -> Iterator[Running]:
-    yield from running(paths[0], on_update=request.param, **ARGUMENTS)
+@pytest.fixture(scope="module", params=[*RESETS, ("keep_kv", 1), ("keep_kv", 2)])
+def layout(request: pytest.FixtureRequest) -> tuple[str, int]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(layout: tuple[str, int], paths: list[str], warm: None) -> Iterator[Running]:
+    yield from running(paths[0], on_update=layout[0], tensor_parallel_size=layout[1], **ARGUMENTS)
 
 
 def conversation(asked: Asked) -> list[list[int]]:
@@ -112,7 +118,7 @@ async def load(engine: Any, turns: list[list[int]], updates: int, seed: int) -> 
 
 
 def test_answers_after_an_update_are_those_of_a_fresh_engine(
-    engine: Running, paths: list[str], cached: list[int]
+    engine: Running, layout: tuple[str, int], paths: list[str], cached: list[int]
 ) -> None:
     """Bit for bit, for prompts that the engine has answered before: common prefixes, and turns of a conversation.
 
@@ -132,7 +138,7 @@ def test_answers_after_an_update_are_those_of_a_fresh_engine(
     loaded = asked.all(turns)
     assert any(cached)
 
-    fresh = Running(paths[1], **ARGUMENTS)
+    fresh = Running(paths[1], tensor_parallel_size=layout[1], **ARGUMENTS)
     wanted = Asked(fresh, cached).all(turns)
     fresh.close()
     assert read == cached and read[:4] == [0, 256, 256, 256]  # only the new weights' blocks
@@ -145,7 +151,7 @@ def test_answers_after_an_update_are_those_of_a_fresh_engine(
     np.testing.assert_allclose(wanted[-1].logprobs, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("engine", RESETS, indirect=True)
+@pytest.mark.parametrize("layout", RESETS, indirect=True)
 def test_an_engine_that_keeps_its_cache_fails_the_comparison(
     engine: Running, cached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
