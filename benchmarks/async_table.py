@@ -29,7 +29,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from loglog import Panel, drawn
@@ -47,7 +46,6 @@ AGENTIC, STORED = "examples/start_agentic_pipeline.py", "benchmarks/stored_signa
 STATED = "benchmarks/stated_times.py"
 TIS = "+train_infer_correction={is_weight: {enabled: true}}"
 PROMPTS, RUNS, SLOTS, SPREAD = 16, 2, 16, 0.5  # with stated times; the spread is that of the logarithm
-WARM_UP = 4  # steps that throughput does not count
 # `slow_answers` (task `tail`) waits lognormal seconds, by the question, before an answer; with `stated_answers`, the
 # answers to a prompt take at least lognormal seconds
 SLOW_WORKFLOW = """
@@ -202,11 +200,11 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def speed(rows: Sequence[dict[str, Any]], bound: float) -> dict[str, float]:
-    """Return medians over the steps after the warm-up: seconds by part, tokens per second, ages and idle times."""
-    steps = [row for row in rows if row["step"] > WARM_UP]
+    """Return means over the steps after the first tenth: seconds by part, tokens per second, ages and idle times."""
+    steps = [row for row in rows if row["step"] > rows[-1]["step"] // 10 + 1]  # the steps of the simulator's mean
     parts = ("step", "generate", "teacher", "train", "weight_sync")
-    found = {"S": bound, **{part: median(row[f"time/{part}"] for row in steps) for part in parts}}
-    found["tokens/s"] = median(row["rollout/generated_tokens"] / row["time/step"] for row in steps)
+    found = {"S": bound, **{part: mean([row[f"time/{part}"] for row in steps]) for part in parts}}
+    found["tokens/s"] = mean([row["rollout/generated_tokens"] for row in steps]) / found["step"]
     for name in ("age_mean", "learner_idle", "engines_idle"):
         found[name] = mean([row.get(f"rollout/async/{name}", 0.0) for row in steps])
     return found
@@ -251,15 +249,18 @@ def throughput(
             row["speed-up"] = row["tokens/s"] / base["tokens/s"]
             row["step / longer part"] = row["step"] / longer
             if times:
-                row["simulated step"] = simulated(row["S"], times[0], base)
+                row["simulated step"] = simulated(row["S"], times[0], base, steps)
     return found
 
 
-def simulated(bound: float, answer: float, base: dict[str, float]) -> float:
-    """Return the simulator's step for stated times of answers, and the other parts of the synchronous run `base`."""
+def simulated(bound: float, answer: float, base: dict[str, float], steps: int) -> float:
+    """Return the simulator's step for stated times of answers, and the other parts of the synchronous run `base`.
+
+    The simulator's seed is that of `TIMES` in `SLOW_WORKFLOW`, so it draws the times of the real answers.
+    """
     # one call of the workflow makes all answers to a prompt
     costs = Costs(lognormal(answer, SPREAD), score=base["teacher"], learn=base["train"], sync=base["weight_sync"])
-    return simulate(Pace.of(PROMPTS, bound), costs, runs=1, slots=SLOTS, batches=300).step
+    return simulate(Pace.of(PROMPTS, bound), costs, runs=1, slots=SLOTS, batches=steps).step
 
 
 def speed_table(rows: Sequence[dict[str, float]]) -> str:
