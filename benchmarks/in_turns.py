@@ -4,13 +4,15 @@ stopped.
 The speed of a shared machine drifts by half within minutes. Turns of some seconds give both sides the same drift. A
 step during which its side was stopped does not count.
 
-    python benchmarks/in_turns.py [--steps 60] [--window 4] [--json OUT] [key=value ...] -- [key=value ...]
+    python benchmarks/in_turns.py [--steps 60] [--window 4] [--tree DIR] [--json OUT] [key=value ...] -- [key=value ...]
 
-The settings before `--` are for the first side, the others for the second; both override the same configuration.
+The settings before `--` are for the first side, the others for the second; both override the same configuration. With
+`--tree`, the first side runs the code and the configurations of another checkout, with this environment's packages.
 """
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from statistics import mean, median
 from typing import Any
 
 import psutil
-from pipeline_run import ENTRY, NAME, ONLY_STEPS, machine
+from pipeline_run import ENTRY, NAME, ONLY_STEPS, REPOSITORY, machine
 
 WARMUP = 5  # first steps of each side, during which both sides run
 ENDLESS = 100_000  # steps
@@ -34,13 +36,16 @@ END_SECONDS = 60
 class Side:
     """A run that can be stopped and continued."""
 
-    def __init__(self, options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> None:
+    def __init__(self, options: argparse.Namespace, overrides: Sequence[str], directory: Path, tree: Path) -> None:
         config = ["--config_path", options.config_path, "--config_name", options.config_name]
         settings = [*ONLY_STEPS, f"max_steps={ENDLESS}", f"output_dir={directory}", *overrides]
         self._log, self._record = directory / "log", directory / NAME / "latest" / "metrics.jsonl"
         with self._log.open("w") as output:
-            command = [sys.executable, str(ENTRY), *config, *settings]
-            self._process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            command = [sys.executable, str(tree / ENTRY.relative_to(REPOSITORY)), *config, *settings]
+            environment = {**os.environ, "PYTHONPATH": str(tree)}
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=output, start_new_session=True, cwd=tree, env=environment
+            )
         self.seconds: list[float] = []  # of complete steps
         self.cpu: dict[str, float] = defaultdict(float)  # CPU seconds by kind of process
         self.steps = 0  # number of steps in which the CPU seconds were spent
@@ -146,6 +151,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, tuple[list[str]
     parser.add_argument("--config_name", default="onpolicy_distill", metavar="NAME")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="complete steps per side")
     parser.add_argument("--window", type=int, default=4, metavar="N", help="steps of a turn, at least 2")
+    parser.add_argument("--tree", type=Path, default=REPOSITORY, metavar="DIR", help="checkout of the first side")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--at-most", type=float, metavar="RATIO", help="exit with 1 if the ratio is higher")
     parser.add_argument(
@@ -169,10 +175,10 @@ def started(options: argparse.Namespace, sides: Sequence[Sequence[str]]) -> Iter
     with tempfile.TemporaryDirectory(prefix="in_turns-") as directory:
         both: list[Side] = []
         try:
-            for number, overrides in enumerate(sides):
+            for number, (overrides, tree) in enumerate(zip(sides, (options.tree.resolve(), REPOSITORY), strict=True)):
                 place = Path(directory, str(number))
                 place.mkdir()
-                both.append(Side(options, overrides, place))
+                both.append(Side(options, overrides, place, tree))
             yield both
         finally:
             for side in both:
