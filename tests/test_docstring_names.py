@@ -13,6 +13,7 @@ DEFINED = re.compile(r"^ *(?:(?:async )?def|class) (\w+)|^(\w+)(?::[^=\n]+)? = "
 # names of engines, libraries and metrics
 ELSEWHERE = {
     "SchedulerConfig.verify_max_model_len",
+    "EngineCore._attach_weight_version",
     "EngineCore.set_weight_version",
     "torch.nn.attention.varlen",
     "get_attention_backend",

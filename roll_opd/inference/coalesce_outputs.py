@@ -5,6 +5,9 @@ vLLM sends every token and log-prob separately, even if a request needs only its
 engine core holds the outputs of a request until the request ends.
 
 Requests with stop strings are sent token by token as usual, because the front end searches for the stop strings.
+
+Outputs of a request that runs during weight updates are sent as one message per version of the weights, because vLLM
+labels messages. They too are sent when the request ends: an update pauses all requests, so it is kept short.
 """
 
 import functools
@@ -41,24 +44,42 @@ def coalesces_outputs(update: Update) -> Update:
     return updated
 
 
-def flushes_outputs(set_weight_version: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `EngineCore.set_weight_version` to send the held outputs before the version changes.
-
-    vLLM labels all outputs of a message with one version. The held outputs are therefore sent with the version of the
-    weights that sampled them.
-    """
+def ends_version(set_weight_version: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `EngineCore.set_weight_version` to record which version sampled the held outputs."""
 
     @functools.wraps(set_weight_version)
     def updated(core: Any, weight_version: str) -> None:
-        from vllm.v1.engine import EngineCoreOutputs
-
         held = core.scheduler.__dict__.get("_held_outputs", {})
+        versions = core.scheduler.__dict__.setdefault("_older_outputs", {})  # from the oldest version to the newest
+        older = versions.setdefault(core.get_weight_version(), {})
         for name in held.keys() & core.scheduler.requests.keys():
-            message = EngineCoreOutputs(outputs=[joined(held.pop(name))], weight_version=core.get_weight_version())
-            core.output_queue.put_nowait((core.scheduler.requests[name].client_index, message))
+            older.setdefault(name, []).extend(held.pop(name))
         set_weight_version(core, weight_version)
 
     return updated
+
+
+def sends_versions(attach_weight_version: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `EngineCore._attach_weight_version` to send outputs of older versions before the last output of a request.
+
+    A message has one version, so each version has its own message.
+    """
+
+    @functools.wraps(attach_weight_version)
+    def attached(core: Any, sent: dict[int, Any]) -> None:
+        versions = core.scheduler.__dict__.setdefault("_older_outputs", {})
+        for version, older in list(versions.items()):
+            for client, step in sent.items():
+                due = [joined(older.pop(output.request_id)) for output in step.outputs if output.request_id in older]
+                if due:
+                    core.output_queue.put_nowait((client, type(step)(outputs=due, weight_version=version)))
+            for name in older.keys() - core.scheduler.requests.keys():  # aborted
+                del older[name]
+            if not older:
+                del versions[version]
+        attach_weight_version(core, sent)
+
+    return attached
 
 
 def _is_final_only(request: Any) -> bool:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from roll_opd.base.optional_torch_packages import import_without_torchvision
-from roll_opd.inference.coalesce_outputs import coalesces_outputs, flushes_outputs
+from roll_opd.inference.coalesce_outputs import coalesces_outputs, ends_version, sends_versions
 from roll_opd.inference.failure import record_errors
 from roll_opd.inference.process_cleanup import ORPHAN_EXIT_CODE
 
@@ -107,7 +107,8 @@ def _coalesce_outputs() -> None:
         if not hasattr(scheduler, "coalesces_outputs"):
             scheduler.coalesces_outputs = True
             scheduler.update_from_output = coalesces_outputs(Scheduler.update_from_output)
-            core.set_weight_version = flushes_outputs(EngineCoreProc.set_weight_version)
+            core.set_weight_version = ends_version(EngineCoreProc.set_weight_version)
+            core._attach_weight_version = sends_versions(EngineCoreProc._attach_weight_version)
 
 
 def remove_rendezvous_file() -> None:

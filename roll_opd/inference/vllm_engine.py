@@ -296,8 +296,6 @@ class InferenceEngine:
         self._check_usable()
         with self._breaking():
             await self._llm.finish_weight_update(weight_version=str(self._incoming))
-            if self._on_update != "keep_kv":
-                await self._llm.reset_prefix_cache()
             self.weights_version = self._incoming
             self._sleep_state.lacks_weights = False
             if not self._sleep_state.released:  # else the last `wake_up` resumes

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_opd.inference.coalesce_outputs import coalesces_outputs, flushes_outputs
+from roll_opd.inference.coalesce_outputs import coalesces_outputs, ends_version, sends_versions
 
 WHOLE, SEARCHED, STREAMED = "whole", "searched", "streamed"  # how a request is read
 
@@ -101,19 +101,78 @@ def test_facts_of_the_first_token_are_kept() -> None:
     assert whole.events == ["queued"] and whole.new_prompt_logprobs_tensors == "prompt"
 
 
-def test_held_outputs_are_sent_before_the_weight_version_changes() -> None:
-    steps, messages = Steps(a=WHOLE, b=WHOLE), []
-    for request in steps.requests.values():
-        request.client_index = 0
-    core = SimpleNamespace(
-        scheduler=steps, output_queue=SimpleNamespace(put_nowait=messages.append), get_weight_version=lambda: "3"
-    )
-    versions: list[str] = []
-    set_version = flushes_outputs(lambda core, version: versions.append(version))
-    steps.step(output("a", 3), output("b", 1))
-    steps.step(output("a", 5), output("b", 2, last=True))
-    set_version(core, "4")
-    ((client, message),) = messages
-    assert (client, message.weight_version, versions) == (0, "3", ["4"])
-    assert [(o.request_id, o.new_token_ids, o.finish_reason) for o in message.outputs] == [("a", [3, 5], None)]
-    assert steps.step(output("a", 7, last=True)) == [("a", [7], "LENGTH")]
+class Core:
+    """An engine core with these steps: its messages, each with its version and the tokens of its requests."""
+
+    def __init__(self, version: str, **kinds: str) -> None:
+        self.scheduler, self.version = Steps(**kinds), version
+        self.messages: list[Any] = []
+        self.output_queue = SimpleNamespace(put_nowait=lambda message: self.messages.append(message[1]))
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def update(self, version: str) -> None:
+        ends_version(Core.set_weight_version)(self, version)
+        assert self.version == version
+
+    def attach(self, sent: dict[int, Any]) -> None:
+        for step in sent.values():
+            step.weight_version = self.version
+
+    def step(self, *outputs: Any) -> list[tuple[str, dict[str, list[int]]]]:
+        self.scheduler.step(*outputs)
+        self.messages.clear()
+        sends_versions(Core.attach)(self, self.scheduler.sent)
+        sent = [*self.messages, *self.scheduler.sent.values()]
+        return [(m.weight_version, {o.request_id: o.new_token_ids for o in m.outputs}) for m in sent]
+
+
+def test_outputs_of_each_version_are_sent_in_their_order_when_the_request_ends() -> None:
+    core = Core("3", a=WHOLE, b=WHOLE, c=STREAMED)
+    core.step(output("a", 1))
+    core.update("4")  # nothing is sent during an update
+    assert not core.messages
+    core.step(output("a", 2), output("b", 3))
+    core.step(output("a", 4), output("b", 5))
+    core.update("5")
+    core.update("6")  # no step between two updates
+    assert core.step(output("c", 6)) == [("6", {"c": [6]})]
+    assert core.step(output("b", 7, last=True), output("a", 8)) == [("4", {"b": [3, 5]}), ("6", {"b": [7]})]
+    core.update("7")
+    expected = [("3", {"a": [1]}), ("4", {"a": [2, 4]}), ("6", {"a": [8]}), ("7", {"a": [9]})]
+    assert core.step(output("a", 9, last=True)) == expected
+    assert core.scheduler.__dict__["_older_outputs"] == core.scheduler.__dict__["_held_outputs"] == {}
+
+
+def test_outputs_of_older_versions_are_in_order_for_requests_that_end_together() -> None:
+    core = Core("3", b=WHOLE, a=WHOLE)
+    core.step(output("b", 1))
+    core.update("4")
+    core.step(output("a", 2), output("b", 3))
+    core.update("5")
+    expected = [("3", {"b": [1]}), ("4", {"a": [2], "b": [3]}), ("5", {"a": [4], "b": [5]})]
+    assert core.step(output("a", 4, last=True), output("b", 5, last=True)) == expected
+
+
+def test_outputs_of_older_versions_of_an_aborted_request_are_dropped() -> None:
+    core = Core("3", a=WHOLE, b=WHOLE)
+    core.step(output("a", 1), output("b", 2))
+    core.update("4")
+    del core.scheduler.requests["a"]
+    assert core.step() == []
+    core.scheduler.requests["a"] = SimpleNamespace(sampling_params=params_of(WHOLE))
+    assert core.step(output("a", 9, last=True)) == [("4", {"a": [9]})]
+    assert core.step(output("b", 3, last=True)) == [("3", {"b": [2]}), ("4", {"b": [3]})]
+
+
+def test_a_version_that_is_set_twice_keeps_the_order() -> None:
+    core = Core("3", a=WHOLE)
+    core.step(output("a", 1))
+    core.update("3")
+    core.step(output("a", 2))
+    core.update("4")
+    assert core.step(output("a", 3, last=True)) == [("3", {"a": [1, 2]}), ("4", {"a": [3]})]

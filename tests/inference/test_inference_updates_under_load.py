@@ -19,6 +19,7 @@ from roll_opd.config.plan import SamplingPlan
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 UPDATES = int(os.environ.get("UPDATES", "100"))
+ROUNDS, IDLE = 10, 3  # rounds of the measurement; updates without requests in a round
 RUNNING, LIMITS = 64, (8, 80)  # requests of each replica; tokens of an answer
 
 
@@ -71,21 +72,26 @@ async def step_seconds(replica: Replica) -> float:
     return (times[72] - times[8]) / 64
 
 
+async def steps_together(replicas: list[Replica]) -> list[float]:
+    """Return the seconds of a step of each replica while all replicas run, as they do before an update."""
+    return await asyncio.gather(*[step_seconds(replica) for replica in replicas])
+
+
 async def timed(replicas: list[Replica]) -> float:
     began = time.perf_counter()
     await asyncio.gather(*[replica.emitting.update() for replica in replicas])
     return time.perf_counter() - began
 
 
-async def updated(replicas: list[Replica]) -> list[float]:
+async def updated(replicas: list[Replica], updates: int, rng: np.random.Generator) -> list[float]:
     """Return the seconds of each update; all requests run meanwhile."""
     seconds = []
     async with asyncio.TaskGroup() as tasks:
         for replica in replicas:
+            replica.left = True
             for _ in range(RUNNING):
                 tasks.create_task(replica.requests())
-        rng = np.random.default_rng(1)
-        for _ in range(UPDATES):
+        for _ in range(updates):
             await asyncio.sleep(0.1 * rng.random())
             assert all(replica.running == RUNNING for replica in replicas)
             seconds.append(await asyncio.wait_for(timed(replicas), 120))
@@ -95,19 +101,25 @@ async def updated(replicas: list[Replica]) -> list[float]:
 
 
 def test_updates_under_load_lose_and_repeat_no_token(replicas: list[Replica]) -> None:
-    """The pause is at most two forward steps and the time of the same update without requests."""
-    run = replicas[0].emitting.run
-    step = max(run(step_seconds(replica)) for replica in replicas)
-    copy = median([run(timed(replicas)) for _ in range(5)])
-    seconds = run(updated(replicas))
+    """The pause is at most two forward steps and the time of the same update without requests.
+
+    The three times are measured in turns, because the speed of a shared machine changes.
+    """
+    run, rng = replicas[0].emitting.run, np.random.default_rng(1)
+    steps, copies, pauses = [], [], []
+    for _ in range(ROUNDS):
+        steps.append(max(run(steps_together(replicas))))
+        copies += [run(timed(replicas)) for _ in range(IDLE)]
+        pauses += run(updated(replicas, UPDATES // ROUNDS, rng))
     for replica in replicas:
-        assert replica.emitting.engine.weights_version == UPDATES + 5
+        assert replica.emitting.engine.weights_version == len(copies) + len(pauses)
         assert replica.tokens > 10 * UPDATES and replica.split > UPDATES / 10
-    ratio = median(seconds) / (2 * step + copy)
+    step, copy, pause = (median(seconds) for seconds in (steps, copies, pauses))
+    ratio = pause / (2 * step + copy)
     print(
         f"{replicas[0].emitting.engine._on_update}: {UPDATES} updates of 2 replicas with TP 2,"
         f" {sum(r.tokens for r in replicas)} tokens; medians: pause"
-        f" {1e3 * median(seconds):.1f} ms, forward step {1e3 * step:.1f} ms, update without requests"
+        f" {1e3 * pause:.1f} ms, forward step {1e3 * step:.1f} ms, update without requests"
         f" {1e3 * copy:.1f} ms, pause / (2 steps + update) {ratio:.2f}"
     )
     assert ratio < 1

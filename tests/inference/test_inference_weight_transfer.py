@@ -45,7 +45,7 @@ def test_front_end_and_worker_have_the_called_methods() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     requests = ("init_weight_transfer_engine", "update_weights")
-    for name in (*requests, "start_weight_update", "finish_weight_update", "reset_prefix_cache", "resume_generation"):
+    for name in (*requests, "start_weight_update", "finish_weight_update", "resume_generation"):
         assert inspect.iscoroutinefunction(getattr(AsyncLLM, name)), name
     for name in requests:
         assert list(inspect.signature(getattr(AsyncLLM, name)).parameters) == ["self", "request"]
