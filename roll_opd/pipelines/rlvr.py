@@ -7,7 +7,6 @@ from contextlib import aclosing, nullcontext
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
-from roll_opd.base.failures import RunError
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
@@ -24,7 +23,7 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
 from roll_opd.rollout.finished_groups import FinishedGroup
-from roll_opd.rollout.producer import Gate, Rollouts
+from roll_opd.rollout.producer import Gate, Rollouts, check_failed_rate
 from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
@@ -35,7 +34,7 @@ from roll_opd.tracking.alignment_metrics import alignment_metrics
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
-from roll_opd.tracking.summary import LEARNED_TOKENS
+from roll_opd.tracking.summary import FAILED_PROMPTS, FAILED_RATE, LEARNED_TOKENS
 
 Stage = Callable[[list[Sample]], list[Sample]]  # returns the same samples with other columns or metrics
 
@@ -138,6 +137,7 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
         plan.rollout_batch_size,
         plan.extra_prompts,
         _group_filter(plan),
+        plan.min_batch_fraction,
         plan.demonstrations.rows_per_step if plan.demonstrations else 0,
         in_rounds=plan.deterministic and plan.async_generation_ratio > 0,
         restored=_restored(run),
@@ -158,17 +158,14 @@ def _group_filter(plan: RunPlan) -> GroupFilter | None:
 
 
 def _failed_metrics(batch: Batch, samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
-    """Return the fraction of a step's runs that have failed and are therefore left out.
+    """Return the fraction of a step's runs that have failed, and the number of prompts that are left out therefore.
 
     Raises RunError if too few runs remain.
     """
     failed = batch.failed_rate(samples, plan.answers_per_prompt)
-    if 1 - failed < plan.min_batch_fraction:
-        raise RunError(
-            f"only {1 - failed:.0%} of the runs of a step are left after failures, less than min_batch_fraction"
-            f" {plan.min_batch_fraction:g}; see the warnings above, correct the reward or workflow, and resume"
-        )
-    return {"rollout/failed_rate": failed} if failed else {}
+    check_failed_rate(failed, plan.min_batch_fraction)
+    batch.set_failed_apart(samples)
+    return {FAILED_RATE: failed, FAILED_PROMPTS: float(len(batch.failed))} if failed else {}
 
 
 def _restored(run: Run) -> list[FinishedGroup]:

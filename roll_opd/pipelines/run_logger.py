@@ -41,6 +41,7 @@ from roll_opd.tracking.console import Console, Progress, validation
 from roll_opd.tracking.divergence_alarm import DivergenceAlarm
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
+    LEDGER,
     PROMPTS,
     SAMPLES,
     SKIPPED_SAMPLES,
@@ -104,6 +105,7 @@ class RunLogger:
         self._ledger = Ledger(run)
         self._flops = TrainingFlops(plan.student, plan.objective.ppo_epochs)
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
+        self._has_failed_prompts = False
         self._teachers: dict[str, Mapping[str, float]] = {}
         self._startup: dict[str, float] = {}
         earlier = read_jsonl(self._run.metrics_file) if done else []
@@ -182,8 +184,14 @@ class RunLogger:
             warn(text)
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.logged_samples_per_step))]
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.logged_samples_per_step]))
-        if batch.draws:
-            self._ledger.append(step, batch.draws, batch.filtered_draws, batch.sampled_by)
+        if batch.draws or batch.failed_draws:
+            self._ledger.append(step, batch.draws, batch.filtered_draws, batch.sampled_by, batch.failed_draws)
+        if batch.failed and not self._has_failed_prompts:
+            self._has_failed_prompts = True
+            warn(
+                f"Step {step} has not trained on {len(batch.failed)} prompts, because runs or rewards failed. The lines"
+                f" of the steps show the share of failed runs; {PROMPTS} and {LEDGER} list such prompts as failed"
+            )
         self.log(step, _prompt_ids(batch), row)
 
     def answers(self, step: int, by: str, answers: Sequence[Sample]) -> None:
@@ -359,6 +367,7 @@ def _prompt_ids(batch: Batch) -> dict[str, list[str]]:
     drawn = {
         "ids": batch.prompts,
         "filtered": batch.filtered,
+        **({"failed": batch.failed} if batch.failed else {}),
         **({"demonstrations": batch.demonstrations} if batch.demonstrations else {}),
     }
     return {name: [prompt.id for prompt in prompts] for name, prompts in drawn.items()}

@@ -13,7 +13,15 @@ from roll_opd.report.curves import downsample, ends, points, trend
 from roll_opd.report.run_files import RunRecord
 from roll_opd.report.text import limited, rounded
 from roll_opd.tracking.metrics import GRADED
-from roll_opd.tracking.summary import ACCURACY, ACCURACY_STDERR, LOSS, REVERSE_KL, TEACHER_ACCURACY, within_noise
+from roll_opd.tracking.summary import (
+    ACCURACY,
+    ACCURACY_STDERR,
+    FAILED_RATE,
+    LOSS,
+    REVERSE_KL,
+    TEACHER_ACCURACY,
+    within_noise,
+)
 
 DIGITS = 6
 STUDENT_LOGPROB = "opd/student_logprob"
@@ -76,6 +84,12 @@ PANELS = (
         "Implicit rewards",
         "β · (log p(student) − log p(reference)) of complete answers.",
         (("dpo/chosen_reward", "chosen"), ("dpo/rejected_reward", "rejected")),
+    ),
+    Panel(
+        "Failed runs",
+        "Fraction of a step's runs that failed, at the steps with failures.",
+        ((FAILED_RATE, "runs"),),
+        "down",
     ),
     Panel("Divergence", "Distillation loss between distributions, in nats.", (("actor/opd_loss", "loss"),), "down"),
     Panel(

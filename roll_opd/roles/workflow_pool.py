@@ -90,8 +90,10 @@ class WorkflowPool:
         self._sampler, self._auxiliaries = sampler, auxiliaries
         await self._pool.start()
 
-    async def run(self, task: Any, model: Any) -> Sequence[Sample]:
-        """Return the samples of one run on a prompt; see `roll_opd.rollout.workflow.Workflow`.
+    async def run(self, task: Any, model: Any) -> Sequence[Sample] | None:
+        """Return the samples of one run on a prompt, or None if the run failed.
+
+        This is the interface of `roll_opd.rollout.workflow.Workflow`.
 
         Raises RunError if the run fails and `on_workflow_error` is `stop`.
         """
@@ -151,7 +153,7 @@ class WorkflowPool:
         calls = task.runs // len(runs)
         return Job(task.prompt, task.draw, runs, model.group, self._seed, sampling, task.is_eval, calls)
 
-    def _made(self, outcome: JobOutcome, task: Any) -> list[Sample]:
+    def _made(self, outcome: JobOutcome, task: Any) -> list[Sample] | None:
         if outcome.failure is None:
             self._succeeded += 1
             self._failure_log.add_success()
@@ -164,7 +166,7 @@ class WorkflowPool:
         kind, message = outcome.failure
         self._failures[kind] += 1
         self._failure_log.add_failure(kind, f"{self._name}: a run failed ({kind}): {message}")
-        return []
+        return None
 
     def _note_missing(self, job: Job, outcome: JobOutcome) -> None:
         """Count the runs without experiences in a call with experiences of other runs; warn once."""

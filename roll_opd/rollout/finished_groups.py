@@ -23,16 +23,17 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """All samples of one draw, and whether the group passed the filters."""
+    """All samples of one draw, whether the group passed the filters, and how many of its runs failed."""
 
     draw: int
     passed: bool
     samples: Sequence[Sample]
+    failed_runs: int = 0
 
 
 def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
     """Write groups to a file and return the digest of its content. Raises OSError if the file cannot be written."""
-    facts = [(group.draw, group.passed, len(group.samples)) for group in groups]
+    facts = [(group.draw, group.passed, len(group.samples), group.failed_runs) for group in groups]
     samples = [_without_targets(sample) for group in groups for sample in group.samples]
     data = pickle.dumps((facts, Compact(samples)), protocol=5)
     file.write_bytes(data)
@@ -49,8 +50,8 @@ def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
         raise ValueError(f"{file} has changed since it was saved: it was edited or truncated")
     facts, samples = pickle.loads(data)
     groups, begin = [], 0
-    for draw, passed, count in facts:
-        groups.append(FinishedGroup(draw, passed, samples[begin : begin + count]))
+    for draw, passed, count, *failed_runs in facts:  # files of earlier versions have no failed runs
+        groups.append(FinishedGroup(draw, passed, samples[begin : begin + count], *failed_runs))
         begin += count
     return sorted(groups, key=lambda group: group.draw)
 

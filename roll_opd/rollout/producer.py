@@ -77,6 +77,7 @@ class Rollouts:
     groups: int  # per batch
     extra_groups: int = 0  # sampled in addition to each batch, as filters may reject groups; 0 if groups run ahead
     passes: GroupFilter | None = None
+    min_fraction: float = 0.0  # of a step's runs that must not fail
     demonstrations: int = 0  # rows with answers per batch
     in_rounds: bool = False  # no sample depends on timing, even if groups run ahead
     restored: Sequence[FinishedGroup] = ()  # from the resumed checkpoint; groups that are too old are sampled again
@@ -126,6 +127,7 @@ class _Group:
     draw: int
     passed: bool
     samples: list[Sample]
+    failed_runs: int
     rewards: PendingRewards
 
 
@@ -305,8 +307,9 @@ class _Production:
         async with aclosing(runs):
             async for number, samples in runs:
                 # with groups ahead, this is the oldest version that a token can have
-                known = not in_turns or self._gate.version == sampled_by
-                selection.add(number, [_with_version(sample, sampled_by) for sample in samples] if known else samples)
+                if samples and (not in_turns or self._gate.version == sampled_by):
+                    samples = [_with_version(sample, sampled_by) for sample in samples]
+                selection.add(number, samples)
                 if not in_turns:
                     self._decide(wave, selection, rewards, len(wave.prompts))
                 if selection.enough:
@@ -332,12 +335,12 @@ class _Production:
             for sample in samples:
                 if not sample.excluded:
                     rewards.request(sample)
-        self._groups[number] = _Group(prompt, group.draw, group.passed, samples, rewards)
+        self._groups[number] = _Group(prompt, group.draw, group.passed, samples, group.failed_runs, rewards)
         self._window.decide(number, passed=group.passed)
 
     def finished_groups(self) -> list[FinishedGroup]:
         """Return the groups that are completely sampled but in no batch, in the order of their draws."""
-        decided = [FinishedGroup(group.draw, group.passed, group.samples) for group in self._groups.values()]
+        decided = [FinishedGroup(g.draw, g.passed, g.samples, g.failed_runs) for g in self._groups.values()]
         return sorted([*decided, *self._restored.values()], key=lambda group: group.draw)
 
     def _decide(self, wave: _Wave, selection: Selection, rewards: PendingRewards, end: int) -> None:
@@ -348,8 +351,14 @@ class _Production:
         for place, passed in selection.decided.items():
             if place < end and place not in wave.decided:
                 wave.decided.add(place)
-                draw, samples = wave.first_draw + place, selection.samples_of(place)
-                self._groups[wave.numbers[place]] = _Group(wave.prompts[place], draw, passed, samples, rewards)
+                draw, samples, failed = (
+                    wave.first_draw + place,
+                    selection.samples_of(place),
+                    selection.failed_runs(place),
+                )
+                self._groups[wave.numbers[place]] = _Group(wave.prompts[place], draw, passed, samples, failed, rewards)
+                if failed:
+                    self._check_failed()
                 self._window.decide(wave.numbers[place], passed=passed)
                 self._gate.notify()
 
@@ -369,6 +378,11 @@ class _Production:
             group = self._groups.pop(number)
             self._done[number] = group.draw
             batch.generated_tokens += sum(sample.action_tokens for sample in group.samples)
+            if not group.passed and group.failed_runs:
+                batch.failed.append(group.prompt)
+                batch.failed_draws.append(group.draw)
+                batch.failed_runs += group.failed_runs
+                continue
             if not group.passed:
                 batch.filtered.append(group.prompt)
                 batch.filtered_draws.append(group.draw)
@@ -425,12 +439,35 @@ class _Production:
             "rollout/async/trained_groups": float(self._window.batches * self._of.groups),
         }
 
+    def _check_failed(self) -> None:
+        """Raise RunError if so many runs have failed that the next batch cannot reach `min_fraction`.
+
+        The next batch will list all groups up to the last one that it needs. Its groups that are not decided yet count
+        as if none of their runs fails.
+        """
+        groups, n = self._of.groups, self._of.context.sampling.n
+        kept = replaced = failed = 0
+        for number in sorted(self._groups):
+            group = self._groups[number]
+            if kept == groups:
+                break
+            kept += group.passed
+            replaced += not group.passed and group.failed_runs > 0
+            failed += group.failed_runs
+        check_failed_rate(failed / (n * (groups + replaced)), self._of.min_fraction)
+
     def _check_rejected(self) -> None:
-        groups = self._of.groups
-        kept = sum(group.passed for group in self._groups.values())
-        rejected = len(self._groups) - kept
+        groups, decided = self._of.groups, self._groups.values()
+        kept = sum(group.passed for group in decided)
+        rejected = len(decided) - kept
         if kept >= groups or rejected <= max(MAX_REJECTED * groups, MIN_REJECTED):
             return
+        if failed := sum(not group.passed and group.failed_runs > 0 for group in decided):
+            raise RunError(
+                f"runs or rewards of {failed} prompts failed, filters rejected {rejected - failed} prompts, and only"
+                f" {kept} prompts were kept, but a step needs {groups}; see the warnings above, correct the workflow or"
+                " the reward, and resume"
+            )
         if self._of.passes is None:
             raise RunError(
                 f"the workflow returned no sample for {rejected} prompts in a step of {groups} prompts; correct the"
@@ -439,7 +476,16 @@ class _Production:
         raise RunError(
             f"the filters rejected the samples of {rejected} prompts and kept the samples of {kept} prompts, but a"
             f" step needs {groups} prompts; loosen query_filter_config or response_filter_config, use other prompts,"
-            " or correct a workflow or a reward that fails"
+            " or correct a workflow or a reward"
+        )
+
+
+def check_failed_rate(failed_rate: float, min_fraction: float) -> None:
+    """Raise RunError if less than `min_fraction` of a step's runs are left after failures."""
+    if 1 - failed_rate < min_fraction:
+        raise RunError(
+            f"at most {1 - failed_rate:.0%} of the runs of a step are left after failures, less than min_batch_fraction"
+            f" {min_fraction:g}; see the warnings above, correct the workflow or the reward, and resume"
         )
 
 

@@ -98,12 +98,12 @@ async def roll_out(
     wait_for_rewards: bool = False,
     first_group: int = 0,
     urgent: asyncio.Event | None = None,
-) -> AsyncGenerator[tuple[int, list[Sample]], None]:
+) -> AsyncGenerator[tuple[int, list[Sample] | None], None]:
     """Run the workflow `sampling.n` times on each prompt, and yield the result of each run when it ends.
 
     A result is a pair (number, samples). Run k of prompt p has the number p · n + k. The samples have the log-probs of
-    the frozen models. Use this iterator in `aclosing`, so that running requests are aborted if the iteration ends
-    early.
+    the frozen models. They are None if the run failed. Use this iterator in `aclosing`, so that running requests are
+    aborted if the iteration ends early.
 
     Args:
         first_draw: draw number of the first prompt. Group ids and sample seeds depend on the draw number.
@@ -121,8 +121,8 @@ async def roll_out(
 
     async with sampler.session(context.chunk_samples) as session:
 
-        async def run(number: int) -> tuple[int, list[Sample]]:
-            """Return (number, samples) of one run.
+        async def run(number: int) -> tuple[int, list[Sample] | None]:
+            """Return (number, samples) of one run; samples is None if the run failed.
 
             The samples have the log-probs of the frozen models. Their rewards may be pending.
             """
@@ -134,10 +134,12 @@ async def roll_out(
             generated.one()
             if generated.done == generated.total:
                 generating.close()
-            for experience in made:
+            for experience in made or ():
                 rewards.request(experience)
-            looked_at = await logprobs.added_to(made, engines[number])
+            looked_at = await logprobs.added_to(made or (), engines[number])
             read.one()
+            if made is None:
+                return number, None
             return number, await rewards.added_to(looked_at) if wait_for_rewards else looked_at
 
         with _timed(context) as generating, context.progress.showing(*counts):
@@ -234,17 +236,17 @@ class Selection:
     """
 
     def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
-        # run number in the group -> samples
-        self._runs: list[dict[int, Sequence[Sample]]] = [{} for _ in range(groups)]
+        # run number in the group -> samples, or None for a failed run
+        self._runs: list[dict[int, Sequence[Sample] | None]] = [{} for _ in range(groups)]
         self._passed: list[bool | None] = [None] * groups  # None: some runs have not ended
         self._n, self._wanted, self._filter = n, wanted, group_filter
         self._used = 0
         self._chosen: list[int] = []
 
-    def add(self, number: int, samples: Sequence[Sample]) -> None:
+    def add(self, number: int, samples: Sequence[Sample] | None) -> None:
         """Add the samples of a run. The run has the index `number % n` in the group `number // n`.
 
-        A group without a sample does not pass.
+        `samples` is None if the run failed. A group without a sample does not pass.
         """
         group, run = divmod(number, self._n)
         self._runs[group][run] = samples
@@ -282,7 +284,12 @@ class Selection:
 
     def samples_of(self, group: int) -> list[Sample]:
         """Return the samples of a group, in the order of its runs."""
-        return [sample for run in range(self._n) for sample in self._runs[group][run]]
+        return [sample for run in range(self._n) for sample in self._runs[group][run] or ()]
+
+    def failed_runs(self, group: int) -> int:
+        """Return the number of runs of a group that failed. Such a run has no samples, or an excluded one."""
+        runs = self._runs[group].values()
+        return sum(samples is None or any(sample.excluded for sample in samples) for samples in runs)
 
 
 @dataclass
@@ -298,6 +305,9 @@ class Batch:
     filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
     draws: list[int] = field(default_factory=list)  # draw number of each prompt
     filtered_draws: list[int] = field(default_factory=list)
+    failed: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass, and had failed runs
+    failed_draws: list[int] = field(default_factory=list)
+    failed_runs: int = 0  # failed runs of the prompts in `failed`
     # oldest and newest version of each draw, if groups run ahead
     sampled_by: list[list[int]] = field(default_factory=list)
     generated_tokens: int = 0  # sampled tokens of all groups, including groups that did not pass
@@ -337,7 +347,9 @@ class Batch:
         }
 
     def failed_rate(self, samples: Sequence[Sample], runs: int) -> float:
-        """Return the fraction of the batch's runs that failed. A failed run has no sample or an excluded one.
+        """Return the fraction of the step's runs that failed. A failed run has no sample or an excluded one.
+
+        The runs of the step are those of the batch and those of the prompts in `failed`.
 
         Args:
             samples: the samples of the batch with rewards, in the order of the batch.
@@ -348,7 +360,25 @@ class Batch:
             group = samples[begin : begin + size]
             left += len({sample.run for sample in group} - {sample.run for sample in group if sample.excluded})
             begin += size
-        return 1 - left / (runs * len(self.group_sizes))
+        of_batch, of_failed = runs * len(self.group_sizes), runs * len(self.failed)
+        return (of_batch - left + self.failed_runs) / (of_batch + of_failed)
+
+    def set_failed_apart(self, samples: Sequence[Sample]) -> None:
+        """Move the prompts whose samples are all excluded from the trained ones to `failed`.
+
+        Args:
+            samples: the samples of the batch with rewards, in the order of the batch.
+        """
+        begin, kept = 0, []
+        for place, size in enumerate(self.group_sizes):
+            if all(sample.excluded for sample in samples[begin : begin + size]):
+                self.failed.append(self.prompts[place])
+                self.failed_draws.append(self.draws[place])
+            else:
+                kept.append(place)
+            begin += size
+        self.prompts, self.draws = [self.prompts[n] for n in kept], [self.draws[n] for n in kept]
+        self.sampled_by = [self.sampled_by[n] for n in kept] if self.sampled_by else []
 
     async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
         """Wait for the missing rewards of the batch's samples, and return the samples with these rewards."""

@@ -20,7 +20,7 @@ async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[
     rewards = PendingRewards(context)
     async with aclosing(roll_out(context, prompts, rewards, VALIDATION_DRAW)) as samples:
         by_number = {number: made async for number, made in samples}
-    answers = await rewards.added_to([answer for number in range(len(by_number)) for answer in by_number[number]])
+    answers = await rewards.added_to([answer for number in range(len(by_number)) for answer in by_number[number] or ()])
     metrics = validation_metrics([_by_main_reward(e, context.reward_pools) for e in answers], context.sampling.n)
     return metrics, answers
 

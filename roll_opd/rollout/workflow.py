@@ -57,9 +57,9 @@ class Model:
 
 
 class Workflow(Protocol):
-    """A workflow returns any number of samples for a task."""
+    """A workflow returns any number of samples for a task, or None if the run failed."""
 
-    async def run(self, task: Task, model: Model) -> Sequence[Sample]: ...
+    async def run(self, task: Task, model: Model) -> Sequence[Sample] | None: ...
 
 
 class SingleTurn:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from roll_opd.base.terminal import columns, wrapped
 from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.results import PHASES_SHOWN, SHORT, before_after_table, count_of, duration, phase_split, totals
-from roll_opd.tracking.summary import ACCURACY, GENERATED_TOKENS, LOSS, REVERSE_KL, REWARD, STEP_SECONDS
+from roll_opd.tracking.summary import ACCURACY, FAILED_RATE, GENERATED_TOKENS, LOSS, REVERSE_KL, REWARD, STEP_SECONDS
 
 ETA_STEPS = 20  # number of last steps from whose mean duration the remaining time is estimated
 
@@ -137,6 +137,8 @@ def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
         )
         if name in metrics
     ]
+    if metrics.get(FAILED_RATE):
+        numbers.insert(0, f"failed {metrics[FAILED_RATE]:.0%}")
     if GENERATED_TOKENS in metrics and seconds > 0:
         rate = metrics[GENERATED_TOKENS] / (metrics.get("time/generate") or seconds)
         numbers.append(f"{count_of(rate)} tok/s")

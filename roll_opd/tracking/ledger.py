@@ -1,15 +1,23 @@
-"""The ledger of a run: one row per step, with the draws that the step trained on or filtered out.
+"""The ledger of a run: one row per step, with the fate of each draw that the step used up.
 
 A draw is a position in the run's sequence of prompts, counted over all epochs. A prompt that is read in two epochs has
-two draws. Each draw occurs in at most one row, either as trained or as filtered. Draws that are not yet in any row are
-in flight.
+two draws. Each draw occurs in at most one row, with one of three fates. Draws that are not yet in any row are in
+flight.
+
+The keys of a row:
+
+- `step`: number of the step, from 1.
+- `trained`: draws that the step trained on.
+- `filtered`: draws whose group a filter rejected, or whose runs returned no sample on purpose.
+- `failed`: draws that were not trained on because runs or rewards of their group failed. Either no sample is left, or
+  the failure makes the group unusable (`replace`), or a filter rejected the rest of the group.
+- `versions`: [oldest, newest] weight version of each draw in `trained`, in the order of `trained`. The key exists only
+  if generation runs ahead of training. With these versions, the run can be repeated in the same order.
+- `checksum`: see `ledger_checksum`.
 
 The rows form a checksum chain: the checksum of a row covers this row and the checksum of the previous row. Therefore a
 changed, missing or reordered row breaks the chain. A resume removes the rows after the checkpoint, and the resumed run
 writes these rows again.
-
-If generation runs ahead of training, each row also stores which weight versions sampled each trained draw. With these
-versions, the run can be repeated in the same order.
 """
 
 import json
@@ -43,7 +51,7 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
         if last != row["checksum"]:
             errors.append(f"row {number} (step {row['step']}) has a wrong checksum: a row was changed or removed")
             last = row["checksum"]
-    fates = Counter(draw for row in rows for fate in FATES for draw in row[fate])
+    fates = Counter(draw for row in rows for fate in FATES for draw in row.get(fate, ()))
     errors += [f"draw {draw} occurs {times} times" for draw, times in sorted(fates.items()) if times > 1]
     ages = {row["step"]: [row["step"] - 1 - oldest for oldest, _ in row.get(VERSIONS, ())] for row in rows}
     errors += [
@@ -62,14 +70,14 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
     for step, state in states.items():
         errors += _of_checkpoint(step, state, rows, earlier)
     later = set(range(max(fates, default=-1) + 1)) - fates.keys() - earlier
-    counts = {fate: sum(len(row[fate]) for row in rows) for fate in FATES}
+    counts = {fate: sum(len(row.get(fate, ())) for row in rows) for fate in FATES}
     counts |= {"in flight before the last draw": len(later)}
     known = [age for of_step in ages.values() for age in of_step]
     return {"steps": len(rows), **counts, **({"largest age": max(known)} if known else {})}, errors
 
 
 def _done(state: dict[str, Any]) -> set[int]:
-    """Return the draws that a checkpoint counts as trained or filtered. `state` is the run state of the checkpoint."""
+    """Return the draws that a checkpoint counts as used up. `state` is the run state of the checkpoint."""
     source = state["source"]
     position = source["taken"] if "taken" in source else sum(stream["taken"] for stream in source["streams"])
     return {*range(position), *source.get("passed", ())}
@@ -84,10 +92,10 @@ def _of_checkpoint(
         step: step of the checkpoint.
         state: run state of the checkpoint.
         rows: rows of the ledger.
-        earlier: draws that were trained or filtered before the ledger begins.
+        earlier: draws that were used up before the ledger begins.
     """
     done = _done(state)
-    known = {draw for row in rows if row["step"] <= step for fate in FATES for draw in row[fate]} | set(earlier)
+    known = {draw for row in rows if row["step"] <= step for fate in FATES for draw in row.get(fate, ())} | set(earlier)
     if done == known:
         return []
     missing, extra = sorted(done - known)[:3], sorted(known - done)[:3]

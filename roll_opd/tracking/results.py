@@ -104,6 +104,7 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
         last = summary.get("last_startup_seconds")  # for a resumed run, `startup` is the sum over all parts
         which = "start-up" if last is None else f"last start-up, {duration(last)},"
         named += f"\n  {which} waited for: {waited}"
+    tokens += [f"{failed} prompts failed"] if (failed := summary.get("failed_prompts")) else []
     first = ", ".join([f"{summary['steps']} steps", *tokens, f"{duration(summary['wall_seconds'])} wall time"])
     return f"{first}\n  {named}" if named else first
 

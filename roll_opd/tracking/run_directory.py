@@ -34,7 +34,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
 LEDGER = "ledger.jsonl"
-FATES = ("trained", "filtered")  # outcomes of a draw in the ledger
+FATES = ("trained", "filtered", "failed")  # outcomes of a draw in the ledger
 VERSIONS = "versions"  # in the ledger: oldest and newest version of the weights that sampled each trained draw
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
@@ -311,7 +311,12 @@ class Ledger:
         self._last = rows[-1]["checksum"] if rows else 0
 
     def append(
-        self, step: int, trained: Sequence[int], filtered: Sequence[int], versions: Sequence[Sequence[int]] = ()
+        self,
+        step: int,
+        trained: Sequence[int],
+        filtered: Sequence[int],
+        versions: Sequence[Sequence[int]] = (),
+        failed: Sequence[int] = (),
     ) -> None:
         """Append the row of a step.
 
@@ -321,14 +326,18 @@ class Ledger:
             trained: draws that the step trained on.
             filtered: draws that were filtered out.
             versions: (oldest, newest) weight version that sampled each trained draw.
+            failed: draws that were left out because runs or rewards failed.
         """
-        row: dict[str, Any] = {"step": step, "trained": list(trained), "filtered": list(filtered)}
+        row: dict[str, Any] = {"step": step, **dict(zip(FATES, map(list, (trained, filtered, failed)), strict=True))}
         row |= {VERSIONS: [list(pair) for pair in versions]} if versions else {}
         self._last = ledger_checksum(row, self._last)
         self._run.append_jsonl(LEDGER, [{**row, "checksum": self._last}])
 
 
 def ledger_checksum(row: Mapping[str, Any], before: int) -> int:
-    """Return the CRC-32 of a row of the ledger. `before` is the checksum of the previous row."""
-    content = [row["step"], *(row[fate] for fate in FATES), *([row[VERSIONS]] if VERSIONS in row else [])]
+    """Return the CRC-32 of a row of the ledger. `before` is the checksum of the previous row.
+
+    It covers the step, the draws of each fate, and the versions. Rows of earlier versions have no fate `failed`.
+    """
+    content = [row["step"], *(row[field] for field in (*FATES, VERSIONS) if field in row)]
     return zlib.crc32(json.dumps(content).encode(), before)

@@ -25,6 +25,8 @@ REWARD = "critic/score/mean"
 GENERATED_TOKENS = "rollout/generated_tokens"
 STEP_TOKENS = "tokens/step"  # tokens of whole sequences, including prompts and observed tokens
 LEARNED_TOKENS = "tokens/learned"  # action tokens in the loss
+FAILED_RATE = "rollout/failed_rate"  # share of a step's runs
+FAILED_PROMPTS = "rollout/failed_prompts"  # prompts that were not trained on because runs or rewards failed
 STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
 
 NOISE = 2.0  # standard errors; smaller differences count as noise
@@ -106,6 +108,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": max((row["step"] for row in rows), default=0),
         "generated_tokens": int(sum(_column(rows, GENERATED_TOKENS))),
         **({"learned_tokens": int(sum(learned))} if learned else {}),
+        **({"failed_prompts": int(sum(failed))} if any(failed := _column(rows, FAILED_PROMPTS)) else {}),
         **({"teacher_tokens_sent": sent} if (sent := _tokens_sent(rows)) else {}),
         "wall_seconds": startup + first_validation + sum(_column(rows, STEP_SECONDS)),
         "startup_seconds": startup,

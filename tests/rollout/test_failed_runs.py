@@ -11,6 +11,7 @@ import pytest
 from sampling_assets import SAMPLING, RewardPool
 from test_gate import BATCHES, GROUPS, learned, learner_of
 
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import RewardPlan
 from roll_opd.objective.filters import group_filter
 from roll_opd.roles.reward_pool import RewardResult
@@ -34,9 +35,9 @@ class FailingRewards(RewardPool):
 
 
 class FailingRuns(SingleTurn):
-    async def run(self, task: Task, model: Model) -> Sequence[Sample]:
+    async def run(self, task: Task, model: Model) -> Sequence[Sample] | None:
         await asyncio.sleep(0)
-        return [] if fails(f"{task.prompt.id}#{task.draw}/{task.run}") else await super().run(task, model)
+        return None if fails(f"{task.prompt.id}#{task.draw}/{task.run}") else await super().run(task, model)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -51,11 +52,62 @@ def test_groups_with_a_failure_are_replaced(make_source: Any, what: str, bound: 
         learner.rollouts = replace(learner.rollouts, context=replace(context, **failing))
         batches = learned(learner)
         for batch in batches:
-            assert batch.group_sizes == [SAMPLING.n] * GROUPS and batch.failed_rate(batch.samples, SAMPLING.n) == 0
+            assert batch.group_sizes == [SAMPLING.n] * GROUPS and batch.failed_rate(batch.samples, SAMPLING.n) == (
+                batch.failed_runs / (SAMPLING.n * (GROUPS + len(batch.failed)))
+            )
             assert not any(sample.excluded or fails(sample.id) for sample in batch.samples)
-        draws = [draw for batch in batches for draw in (*batch.draws, *batch.filtered_draws)]
+        draws = [draw for batch in batches for draw in (*batch.draws, *batch.failed_draws)]
         assert sorted(draws) == list(range(len(draws)))
-        assert any(batch.filtered_draws for batch in batches) and len(batches) == BATCHES
+        assert any(batch.failed_draws for batch in batches) and len(batches) == BATCHES
+        assert not any(batch.filtered_draws for batch in batches)
+
+
+class BrokenRows(SingleTurn):
+    """All runs on prompts with an odd draw fail. With `skips`, every tenth prompt has no sample on purpose."""
+
+    drawn, skips = -1, True
+
+    async def run(self, task: Task, model: Model) -> Sequence[Sample] | None:
+        self.drawn = max(self.drawn, task.draw)
+        await asyncio.sleep(0)
+        if task.draw % 2:
+            return None
+        return [] if self.skips and task.draw % 10 == 0 else await super().run(task, model)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_prompts_without_a_run_are_failed_and_those_without_a_sample_are_filtered(make_source: Any, bound: int) -> None:
+    for seed in range(3):
+        learner = learner_of(make_source(), bound, seed)
+        learner.rollouts.context = replace(learner.rollouts.context, workflow=BrokenRows())
+        for batch in learned(learner):
+            assert all(draw % 2 for draw in batch.failed_draws) and batch.failed_draws
+            assert all(draw % 10 == 0 for draw in batch.filtered_draws)
+            assert all(draw % 2 == 0 and draw % 10 for draw in batch.draws)
+            assert batch.failed_runs == SAMPLING.n * len(batch.failed)
+            share = len(batch.failed) / (len(batch.failed) + GROUPS)
+            assert batch.failed_rate(batch.samples, SAMPLING.n) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_below_the_floor_no_further_prompts_are_drawn(make_source: Any, bound: int) -> None:
+    for seed in range(3):
+        learner, workflow = learner_of(make_source(), bound, seed, min_fraction=0.9), BrokenRows()
+        workflow.skips = False
+        learner.rollouts.context = replace(learner.rollouts.context, workflow=workflow)
+        with pytest.raises(RunError, match="min_batch_fraction"):
+            learned(learner)
+        assert workflow.drawn < GROUPS * (1 + bound)  # the first prompts that may be drawn before a batch is trained
+
+
+def test_a_prompt_whose_rewards_all_failed_is_failed() -> None:
+    batch = Batch(3, draws=[4, 5, 7], prompts=["a", "b", "c"], sampled_by=[[1, 2], [2, 2], [2, 3]])
+    batch.samples = [sample(str(n), n % 2, excluded=n in (1, 2, 3)) for n in range(6)]
+    batch.group_sizes = [2, 2, 2]
+    assert batch.failed_rate(batch.samples, 2) == 0.5
+    batch.set_failed_apart(batch.samples)
+    assert (batch.draws, batch.failed_draws, batch.prompts, batch.failed) == ([4, 7], [5], ["a", "c"], ["b"])
+    assert batch.sampled_by == [[1, 2], [2, 3]]
 
 
 @pytest.mark.parametrize("seed", range(5))

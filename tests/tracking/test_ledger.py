@@ -30,7 +30,10 @@ def checkpoint(run: RunDirectory, step: int, taken: int, **more: Any) -> None:
 def test_a_whole_ledger_has_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path)
     checkpoint(run, 2, 5)
-    assert audit(run.path) == ({"steps": 3, "trained": 6, "filtered": 2, "in flight before the last draw": 0}, [])
+    assert audit(run.path) == (
+        {"steps": 3, "trained": 6, "filtered": 2, "failed": 0, "in flight before the last draw": 0},
+        [],
+    )
     assert main(["audit", str(run.path)]) == 0
     assert "each prompt is trained once, or filtered once" in capsys.readouterr().out
 
