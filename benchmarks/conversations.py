@@ -166,7 +166,7 @@ async def rolled_out(
     context = RolloutContext(sampler, plan.rollout.sampling, (), plan.seed, 16, PhaseClock(), workflow=workflow)
     began = time.perf_counter()
     async with aclosing(roll_out(context, prompts, PendingRewards(context), 0)) as runs:
-        made = [one async for _, found in runs for one in found]
+        made = [one async for _, found in runs for one in found or ()]
     return made, time.perf_counter() - began
 
 

@@ -112,7 +112,7 @@ class SessionCalls:
         runs = {}
         async for number, samples in roll_out(context, rows, PendingRewards(context), first):
             runs[number] = samples
-        made = [sample for number in sorted(runs) for sample in runs[number]]
+        made = [sample for number in sorted(runs) for sample in runs[number] or ()]
         texts = self.run.logger.tokenizer.batch_decode([s.response_tokens for s in made], skip_special_tokens=True)
         return made, texts
 
