@@ -170,21 +170,15 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _audit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, finished or not")
+    parser.add_argument("--data", action="store_true", help="also compare the ids of the prompts with the data files")
 
 
 def _audit(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from roll_opd.tracking.ledger import audit
+    from roll_opd.commands.run_audit import run
 
-    try:
-        counts, errors = audit(Path(arguments.run))
-    except OSError as error:
-        print(f"roll-opd: {os_sentence(error)}", file=sys.stderr)
-        return USER_ERROR
-    print(", ".join(f"{name}: {count}" for name, count in counts.items()))
-    print("\n".join(errors) if errors else "each prompt is trained once, or filtered once")
-    return FAILED if errors else DONE
+    return run(Path(arguments.run), with_data=arguments.data)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -205,7 +199,7 @@ COMMANDS: dict[str, Command] = {
         "compare a local model's log-probs and export with Hugging Face and vLLM", _check_model_arguments, _check_model
     ),
     "report": Command("write the report of a run as one HTML file", _report_arguments, _report),
-    "audit": Command("check that each prompt of a run was trained or filtered once", _audit_arguments, _audit),
+    "audit": Command("compare the files of a run with each other", _audit_arguments, _audit),
     "doctor": Command("report installed packages, devices and problems of this machine", lambda parser: None, _doctor),
 }
 

@@ -20,7 +20,7 @@ from roll_opd.base.paths import content
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.pipelines.history import History
-from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
+from roll_opd.tracking.run_directory import SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 
 if TYPE_CHECKING:  # these import torch, but the launcher must first start its fork server
     from roll_opd.cluster.worker_progress import Writing
@@ -78,7 +78,8 @@ class Checkpoint:
         whole = isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("source"), dict)
         if not whole or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a complete checkpoint; {instead_of(path)}")
-        began = _local_time(state.get("began")) or _local_time(_facts(path.resolve().parent.parent).get("started"))
+        facts = RunDirectory(path.resolve().parent.parent).read_facts()
+        began = _local_time(state.get("began")) or _local_time(facts.get("started"))
         more = state.get("parts"), state.get("groups")
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, *more)
 
@@ -310,15 +311,6 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
     if newest is None and plan.resume is True:
         return None
     return Checkpoint.read(newest or path)
-
-
-def _facts(run: Path) -> dict[str, Any]:
-    """Return the content of run.json in the directory of a run, or an empty map if the file cannot be read."""
-    try:
-        facts = json.loads((run / RUN_FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def _local_time(text: Any) -> datetime | None:

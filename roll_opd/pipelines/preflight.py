@@ -108,7 +108,7 @@ def preflight(plan: RunPlan) -> Inputs:
     tokenizer = load_tokenizer(plan.student.model.path)
     if began.date() != now.date() and writes_date(tokenizer):
         echo(f"The chat template writes the date into prompts; this run keeps the date of its start, {began:%d %B %Y}")
-    source, held_out = _open_data(plan, tokenizer)
+    source, held_out = open_data(plan, tokenizer)
     if resumed:
         _restore(source, resumed)
     return Inputs(resumed, settings, tokenizer, source, held_out, began)
@@ -245,7 +245,7 @@ def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoin
     ]
 
 
-def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskSource, list[Prompt]]:
+def open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskSource, list[Prompt]]:
     """Open training prompts and demonstrations, and read the held-out prompts."""
     if plan.is_agentic:
         validated = plan.validation.data if plan.validation else None

@@ -58,7 +58,7 @@ def write_facts(run: RunDirectory, facts: dict[str, Any]) -> None:
 
 def note_end(run: RunDirectory, error: BaseException) -> None:
     """Write the error that ended the run early into `run.json`."""
-    facts = json.loads((run.path / RUN_FACTS).read_text(encoding="utf-8"))
+    facts = run.read_facts()
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
     else:

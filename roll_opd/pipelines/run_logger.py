@@ -266,6 +266,7 @@ class RunLogger:
             startup_parts=self.startup_parts,
             warnings=warnings,
             parts=self._history.as_facts(self._done),
+            ledger={"rows": self._ledger.rows, "checksum": self._ledger.checksum} if self._ledger.rows else None,
         )
         self._console.finish(summary)
         if self._plan.is_agentic and (game := before_and_after(read_jsonl(self._run.path / VALIDATION_SAMPLES))):

@@ -164,8 +164,9 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
                 # the lock file is closed first, as NFS keeps a directory that has an open file
                 ends.enter_context(lock_run(directory.path))
             directory.checkpoints.mkdir(exist_ok=True)
+            # first the changed settings: an audit derives the earlier settings from these and from the configuration
+            write_facts(directory, {"id": directory.id, **run_facts(plan, history)})
             directory.write_config(plan.config_yaml)
-            write_facts(directory, run_facts(plan, history))
         except OSError as error:
             raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
         yield directory

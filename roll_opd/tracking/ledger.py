@@ -13,93 +13,102 @@ The keys of a row:
   the failure makes the group unusable (`replace`), or a filter rejected the rest of the group.
 - `versions`: [oldest, newest] weight version of each draw in `trained`, in the order of `trained`. The key exists only
   if generation runs ahead of training. With these versions, the run can be repeated in the same order.
+- `run`: id of the run, as in `run.json`; only in the first row.
 - `checksum`: see `ledger_checksum`.
 
 The rows form a checksum chain: the checksum of a row covers this row and the checksum of the previous row. Therefore a
 changed, missing or reordered row breaks the chain. A resume removes the rows after the checkpoint, and the resumed run
 writes these rows again.
+
+A forger can compute the checksums again. Therefore `examine` compares the ledger with all other files
+of the run (`ledger_checks`). A run over rows with answers has no ledger. It draws its prompts in order, so
+`prompts.jsonl` takes the place of the ledger.
 """
 
-import json
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from roll_opd.tracking.run_directory import FATES, LEDGER, VERSIONS, checkpoints_of, ledger_checksum, read_jsonl
+from roll_opd.tracking.evidence import Evidence, LedgerRow, read
+from roll_opd.tracking.ledger_checks import CHECKS, EPOCH, unchecked
+from roll_opd.tracking.ledger_facts import Facts
+from roll_opd.tracking.run_directory import FATES, LEDGER, METRICS, PROMPTS
 
-STATE = "run_state.json"
+
+@dataclass(frozen=True)
+class Audit:
+    """The result of an audit."""
+
+    counts: dict[str, int]
+    errors: list[str]  # contradictions
+    damaged: list[str]  # what cannot be read
+    checked: list[str]
+    unchecked: list[str]  # what cannot be checked, and why
 
 
 def audit(run: Path) -> tuple[dict[str, int], list[str]]:
-    """Check the ledger of a run and return (counts, errors).
+    """Return the counts of a run's ledger, and all contradictions and damage that `examine` found."""
+    found = examine(run)
+    return found.counts, [*found.errors, *found.damaged]
 
-    There are four kinds of errors:
 
-    - A draw is in more than one row.
-    - The checksum chain is broken.
-    - A draw was sampled with weights of a later step.
-    - The data position of a checkpoint differs from the ledger.
+def examine(run: Path, drawn_ids: Callable[[Evidence, int], list[str] | str] | None = None) -> Audit:
+    """Compare the files of a run with each other.
 
-    Raises FileNotFoundError if there is no ledger.
+    `drawn_ids` returns the ids of the first prompts in the data files, or the reason why they are unknown.
+    Raises FileNotFoundError if no file has the draws of the run, and another OSError if the directory
+    cannot be read.
     """
-    if not (run / LEDGER).is_file():
-        raise FileNotFoundError(f"{run / LEDGER} does not exist: only runs with a rollout have a ledger")
-    rows, errors, last = read_jsonl(run / LEDGER), [], 0
-    for number, row in enumerate(rows, 1):
-        last = ledger_checksum(row, last)
-        if last != row["checksum"]:
-            errors.append(f"row {number} (step {row['step']}) has a wrong checksum: a row was changed or removed")
-            last = row["checksum"]
-    fates = Counter(draw for row in rows for fate in FATES for draw in row.get(fate, ()))
-    errors += [f"draw {draw} occurs {times} times" for draw, times in sorted(fates.items()) if times > 1]
-    ages = {row["step"]: [row["step"] - 1 - oldest for oldest, _ in row.get(VERSIONS, ())] for row in rows}
-    errors += [
-        f"step {step} trained on a draw that was sampled with weights of a later step"
-        for step, of_step in ages.items()
-        if min(of_step, default=0) < 0
-    ]
-    states = {
-        step: json.loads((path / STATE).read_text(encoding="utf-8"))
-        for step, path in sorted(checkpoints_of(run).items())
-        if (path / STATE).is_file()
-    }
-    earlier: set[int] = set()  # draws before the ledger of a run that continues another run's checkpoint
-    if states and rows and rows[0]["step"] > 1:
-        earlier = _done(next(iter(states.values()))) - fates.keys()
-    for step, state in states.items():
-        errors += _of_checkpoint(step, state, rows, earlier)
-    later = set(range(max(fates, default=-1) + 1)) - fates.keys() - earlier
-    counts = {fate: sum(len(row.get(fate, ())) for row in rows) for fate in FATES}
-    counts |= {"in flight before the last draw": len(later)}
-    known = [age for of_step in ages.values() for age in of_step]
-    return {"steps": len(rows), **counts, **({"largest age": max(known)} if known else {})}, errors
+    found = read(run)
+    rows = found.ledger if found.ledger is not None else _drawn_in_order(found)
+    if rows is None:
+        raise FileNotFoundError(_without_draws(found))
+    draws = max((draw for row in rows for draw in row.draws), default=-1) + 1
+    facts = Facts.of(found, rows, drawn_ids(found, draws) if drawn_ids else "only with --data")
+    made = [check for check in CHECKS if check.lacks(facts) is None]
+    errors = [error for check in made for error in check.errors(facts)]
+    counts = {"steps": len(rows), **{fate: sum(len(row.fates.get(fate, ())) for row in rows) for fate in FATES}}
+    counts["in flight before the last draw"] = facts.holes
+    if ages := [row.step - 1 - oldest for row in rows for oldest, _ in row.versions]:
+        counts["largest age"] = max(ages)
+    damaged = [sentence for sentences in found.damaged.values() for sentence in sentences]
+    return Audit(counts, errors, damaged, [check.what for check in made], [*found.cut, *unchecked(facts)])
 
 
-def _done(state: dict[str, Any]) -> set[int]:
-    """Return the draws that a checkpoint counts as used up. `state` is the run state of the checkpoint."""
-    source = state["source"]
-    position = source["taken"] if "taken" in source else sum(stream["taken"] for stream in source["streams"])
-    return {*range(position), *source.get("passed", ())}
+def _drawn_in_order(found: Evidence) -> list[LedgerRow] | None:
+    """Return the rows of a run without a ledger, which draws its prompts in order; None if it must have a ledger.
 
-
-def _of_checkpoint(
-    step: int, state: dict[str, Any], rows: Sequence[dict[str, Any]], earlier: Collection[int]
-) -> list[str]:
-    """Return a list with one error if the data position of a checkpoint differs from the ledger, else an empty list.
-
-    Args:
-        step: step of the checkpoint.
-        state: run state of the checkpoint.
-        rows: rows of the ledger.
-        earlier: draws that were used up before the ledger begins.
+    A session has neither a ledger nor draws. A run that was killed before its first step has no rows.
     """
-    done = _done(state)
-    known = {draw for row in rows if row["step"] <= step for fate in FATES for draw in row.get(fate, ())} | set(earlier)
-    if done == known:
-        return []
-    missing, extra = sorted(done - known)[:3], sorted(known - done)[:3]
-    return [
-        f"the checkpoint of step {step} disagrees with the ledger: draws {missing} are done only in the checkpoint, and"
-        f" draws {extra} are done only in the ledger"
-    ]
+    is_run = any(part is not None for part in (found.prompts, found.metrics, found.facts))
+    if not is_run or LEDGER in found.damaged or _has_rollout(found):
+        return None
+    prompts = {step: row["ids"] for step, row in sorted((found.prompts or {}).items()) if "filtered" not in row}
+    rows: list[LedgerRow] = []
+    first, draw = min(prompts, default=1), 0
+    if first > 1:  # a run from another run's checkpoint
+        step = min((step for step in found.states if step >= first - 1), default=None)
+        if step is None:
+            return []
+        draw = found.states[step].position - sum(len(ids) for of_step, ids in prompts.items() if of_step <= step)
+    for step, ids in prompts.items():
+        end = draw + len(ids)
+        rows.append(LedgerRow(step, {"trained": list(range(draw, end)), "filtered": []}, [], 0, None, {}))
+        draw = end
+    return rows
+
+
+def _has_rollout(found: Evidence) -> bool:
+    """Whether a step of the run has drawn prompts for samples."""
+    drawn = any("filtered" in ids and any(ids.values()) for ids in (found.prompts or {}).values())
+    logged = (found.metrics or {}).values()
+    return drawn or any(bool(row.get(EPOCH)) and "rollout/filtered_prompts" in row for row in logged)
+
+
+def _without_draws(found: Evidence) -> str:
+    if LEDGER in found.damaged:
+        return found.damaged[LEDGER][0]
+    if _has_rollout(found):
+        return f"{found.run / LEDGER} does not exist, although steps of this run have drawn prompts: it was removed"
+    absent = " and ".join(name for name in (METRICS, PROMPTS) if name in found.missing)
+    return f"{found.run / LEDGER} does not exist: only runs with a rollout have a ledger ({absent} are missing too)"

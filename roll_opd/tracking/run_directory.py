@@ -152,6 +152,20 @@ class RunDirectory:
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
+    def read_facts(self) -> dict[str, Any]:
+        """Return the content of `run.json`. The result is empty if the file is missing or cannot be read."""
+        try:
+            facts = json.loads((self.path / RUN_FACTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return facts if isinstance(facts, dict) else {}
+
+    @property
+    def id(self) -> str | None:
+        """Id of the run: the name that its directory had at the start. None if an earlier version started the run."""
+        facts = self.read_facts()
+        return facts.get("id") if facts else self.path.name
+
     def write_preflight(self, teacher: str, rows: list[dict[str, str]]) -> None:
         """Store the preflight results of a teacher. They are stored even if the preflight then stops the run."""
         write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), teacher: rows}, indent=2) + "\n")
@@ -303,12 +317,15 @@ def lock_run(run: Path) -> Iterator[None]:
 
 
 class Ledger:
-    """Appends rows to the ledger of a run. A resumed run continues the checksum chain."""
+    """Appends rows to the ledger of a run. A resumed run continues the checksum chain.
+
+    The first row has the id of the run. `rows` is the number of rows, and `checksum` that of the last row.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         rows = read_jsonl(run.path / LEDGER)
-        self._last = rows[-1]["checksum"] if rows else 0
+        self.rows, self.checksum = len(rows), rows[-1]["checksum"] if rows else 0
 
     def append(
         self,
@@ -330,14 +347,18 @@ class Ledger:
         """
         row: dict[str, Any] = {"step": step, **dict(zip(FATES, map(list, (trained, filtered, failed)), strict=True))}
         row |= {VERSIONS: [list(pair) for pair in versions]} if versions else {}
-        self._last = ledger_checksum(row, self._last)
-        self._run.append_jsonl(LEDGER, [{**row, "checksum": self._last}])
+        if not self.rows and (run := self._run.id):
+            row["run"] = run
+        self.checksum = ledger_checksum(row, self.checksum)
+        self._run.append_jsonl(LEDGER, [{**row, "checksum": self.checksum}])
+        self.rows += 1
 
 
 def ledger_checksum(row: Mapping[str, Any], before: int) -> int:
     """Return the CRC-32 of a row of the ledger. `before` is the checksum of the previous row.
 
-    It covers the step, the draws of each fate, and the versions. Rows of earlier versions have no fate `failed`.
+    It covers the step, the draws of each fate, the versions and the id of the run. Rows of earlier versions have no
+    fate `failed` and no id.
     """
-    content = [row["step"], *(row[field] for field in (*FATES, VERSIONS) if field in row)]
+    content = [row["step"], *(row[field] for field in (*FATES, VERSIONS, "run") if field in row)]
     return zlib.crc32(json.dumps(content).encode(), before)

@@ -53,6 +53,7 @@ def write_summary(
     startup_parts: Mapping[str, float] | None = None,
     warnings: Sequence[str] = (),
     parts: Sequence[Mapping[str, Any]] = (),
+    ledger: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Write `summary.json` into the run's directory atomically. Return its content.
 
@@ -63,6 +64,7 @@ def write_summary(
         startup_parts: seconds of each part of the start-up. Parts may overlap. Parts below 1 ms are left out.
         warnings: warnings of the run. Duplicates are dropped.
         parts: parts of a resumed run, each with the settings that changed at its start.
+        ledger: number of rows of the ledger, and the checksum of the last row.
     """
     summary = summarize(read_jsonl(run.metrics_file))
     summary["wall_seconds"] += end_seconds
@@ -71,6 +73,10 @@ def write_summary(
         summary["startup_parts"] = {part: seconds for part, seconds in rounded.items() if seconds}
     if parts:
         summary["parts"] = list(parts)
+    if ledger:
+        summary["ledger"] = dict(ledger)
+    if started := run.read_facts().get("started"):
+        summary["started"] = started
     summary.update(seed=seed, versions=versions(), warnings=list(dict.fromkeys(warnings)))
     if preflight := run.read_preflight():
         summary["teacher_preflight"] = preflight

@@ -65,6 +65,17 @@ class Run:
     def rows(self, name: str) -> list[dict]:
         return read_jsonl(self.path / name)
 
+    @property
+    def draws(self) -> list[dict]:
+        return draws_of(self.path)
+
+
+def draws_of(run: Path) -> list[dict]:
+    """Return the ledger without the id of the run and the checksums that cover it: the part that two runs share."""
+    rows = read_jsonl(run / "ledger.jsonl")
+    assert all(row["run"] == run.resolve().name for row in rows[:1])
+    return [{key: value for key, value in row.items() if key not in ("run", "checksum")} for row in rows]
+
 
 @contextmanager
 def forks() -> Iterator[None]:

@@ -40,7 +40,6 @@ VICTIMS = {
     "reward": "ray::RewardWorker",
     "workflow": "ray::WorkflowWorker",
 }
-FILES = ("ledger.jsonl", "samples.jsonl")
 KINDS = ("driver", "save", "host", *VICTIMS)
 REAPER = "process_reaper"  # removes the files of a killed run, as the restart of a host does
 PROMPTS, RUNS = 4, 2  # few: a deterministic engine answers one request of a workflow at a time
@@ -139,8 +138,8 @@ def killed(
 
 def equal_steps(one: Path, other: Path) -> int:
     """Return how many steps both runs have; their draws, versions and samples must be equal."""
-    draws, samples = [read_jsonl(one / name) for name in FILES]
-    others, other_samples = [read_jsonl(other / name) for name in FILES]
+    draws, others = runs.draws_of(one), runs.draws_of(other)
+    samples, other_samples = [read_jsonl(place / "samples.jsonl") for place in (one, other)]
     steps = min(len(draws), len(others))
     assert draws[:steps] == others[:steps]
     assert [row for row in samples if row["step"] <= steps] == [row for row in other_samples if row["step"] <= steps]
