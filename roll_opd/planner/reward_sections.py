@@ -135,7 +135,8 @@ def _worker(section: Term, name: str) -> str:
     with section.diag.catching("worker_cls"):
         name = dotted_path(name)
     class_name = name.rpartition(".")[2]
-    known = REWARD_CLASSES_OF_ROLL.get(class_name, name)
+    of_roll = name == class_name or name.startswith("roll.")
+    known = REWARD_CLASSES_OF_ROLL.get(class_name, name) if of_roll else name
     if known in REWARDS.builtin:
         return known
     names = (*REWARD_CLASSES_OF_ROLL, *REWARDS.builtin)

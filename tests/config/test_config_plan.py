@@ -270,6 +270,10 @@ def test_reward_worker_names(plan: Plan, tmp_path: Path, monkeypatch: pytest.Mon
     worker = "package_of_rewards.own.Mine"
     own = plan({"rewards": {"math_rule": {"worker_cls": worker, "strict": True}}})
     assert (own.rewards[0].terms[0].worker, own.rewards[0].terms[0].args) == (worker, {"strict": True})
+    (tmp_path / "package_of_rewards" / "fork.py").write_text(source.replace("Mine", "MathRuleRewardWorker"))
+    fork = "package_of_rewards.fork.MathRuleRewardWorker"  # the name of a class of ROLL, in another package
+    named = plan({"rewards": {"math_rule": {"worker_cls": fork, "strict": True}}})
+    assert named.rewards[0].terms[0].worker == fork
 
 
 def test_the_validation_section_is_read(plan: Plan, root: Any) -> None:

@@ -1,7 +1,9 @@
 """Configurations of Trinity-RFT: translated keys, ignored keys, refused keys, and unusual values."""
 
 import copy
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -388,6 +390,62 @@ def test_keys_of_trinity_0_6_are_translated(plan: Planner) -> None:
     assert "trainer.use_dynamic_bsz -> actor_train.use_dynamic_batching_in_train" in read
 
 
+def largest_age(interval: int, offset: int, limit: float, steps: int = 60) -> int:
+    """Return the largest age of a trained batch, from a simulation of Trinity-RFT with `sync_style: fixed`.
+
+    The explorer waits at a transfer of weights for the trainer, and the trainer for the explorer. The trainer discards
+    what its staleness control does not admit.
+    """
+    ages, explored = [], []  # explored: version of each sampled batch
+    version, trained = 0, 0
+    while trained < steps:
+        explored.append(version)
+        if len(explored) > offset and (len(explored) - offset) % interval == 0:  # the explorer needs a transfer
+            while trained % interval or trained == version:
+                if explored[trained] >= trained + 1 - limit:
+                    ages.append(trained - explored[trained])
+                trained += 1
+            version = trained
+    return max(ages)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_largest_age_is_that_of_the_synchronizer(plan: Planner) -> None:
+    """A style without a bound has the bound of its staleness control, or the age of an explorer that waits."""
+    settings = {f"synchronizer.{name}": ... for name in ("sync_style", "sync_interval", "sync_offset")}
+    control = {"algorithm.sample_strategy": "staleness_control", "algorithm.sample_strategy_args": {"max_staleness": 3}}
+    for interval, offset, limit in itertools.product((1, 2, 4), (0, 1, 3), (None, 3)):
+        here = {"synchronizer.sync_interval": interval, "synchronizer.sync_offset": offset}
+        for text in (DISTIL, GRPO):
+            found, reported = plan(text, {**settings, **here, **(control if limit else {})})
+            expected = largest_age(interval, offset, limit or math.inf)
+            assert found.async_generation_ratio == expected, (interval, offset, limit)
+            assert found.objective.max_age == expected
+            assert found.on_weight_update == ("wait" if expected else "continue")
+            correction = found.objective.correction
+            assert bool(correction and correction.weight) == (text == GRPO and expected > 0)
+            assert f"-> async_generation_ratio: {expected}" in " ".join(reported.split())
+
+    styles = [
+        ({"sync_style": "fully_async", "trainer_sync_interval": 2}, {}, 3),  # two batches in flight
+        ({"sync_style": "fully_async"}, {"explorer.max_inflight_batches": 4}, 4),
+        ({"sync_style": "fully_async"}, control, 2),
+        ({"sync_style": "explorer_driven", "sync_interval": 3}, {}, 2),
+        ({"sync_style": "DYNAMIC_BY_EXPLORER", "sync_interval": 3}, control, 2),
+        ({"sync_style": "trainer_driven", "sync_interval": 1, "trainer_sync_interval": 4}, {}, 3),
+        # two updates per step: four updates are two steps
+        ({"sync_style": "trainer_driven", "trainer_sync_interval": 4}, {"buffer.train_batch_size": 16}, 1),
+        ({"sync_interval": 4}, {"buffer.train_batch_size": 16} | control, 0),
+    ]
+    for keys, other, expected in styles:
+        found, reported = plan(GRPO, {**settings, **{f"synchronizer.{key}": v for key, v in keys.items()}, **other})
+        assert found.async_generation_ratio == expected, keys
+        style = keys.get("sync_style", "fixed")
+        assert ("synchronizer.sync_style" in reported.partition("ignored:")[2]) == (style != "fixed")
+        if expected:
+            assert found.on_weight_update == ("continue" if style == "fully_async" else "wait"), keys
+
+
 @pytest.mark.usefixtures("gpus")
 def test_training_by_megatron_there_is_spread_as_there(plan: Planner) -> None:
     megatron = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -509,6 +567,8 @@ def test_all_refused_keys_are_reported_together(refusals: Any) -> None:
         (GRPO, {"algorithm.rollout_correction": {"rollout_is": "token"}}, "train_infer_correction"),
         (GRPO, {"explorer.rollout_model.data_parallel_size": 2}, "use more engines"),
         (GRPO, {"data": {"dataset_path": "x"}}, "before 0.2"),
+        (GRPO, {"algorithm.sample_strategy_args": {"max_staleness": 2}}, "max_staleness: is not supported"),
+        (GRPO, {"algorithm.sample_strategy": "warmup"}, "sample_strategy: warmup is not available"),
         (GRPO, {"algorithm.algorithm_type": "grop"}, "grop"),
         (GRPO, {"trainer.grad_clip": "much"}, "max_grad_norm"),  # our own check, with the place of their key
     ],
@@ -529,6 +589,17 @@ def test_a_refusal_says_what_to_do(refusals: Any, text: str, changes: dict, repo
         ({"cluster.gpu_per_node": 4}, "leave some GPUs for training"),
         ({"cluster.gpu_per_node": 7}, "cannot be split among 3"),
         ({"explorer.rollout_model.dtype": "int8"}, "should be one of bfloat16"),
+        ({"synchronizer.sync_style": "sometimes"}, "should be one of fixed"),
+        ({"synchronizer.sync_interval": 0}, "synchronizer.sync_interval: should be an integer of at least 1"),
+        ({"synchronizer.sync_offset": -1}, "synchronizer.sync_offset: should be an integer of at least 0"),
+        (
+            {
+                "algorithm.sample_strategy": "staleness_control",
+                "algorithm.sample_strategy_args": {"max_staleness": 1},
+                "buffer.train_batch_size": 16,
+            },
+            "max_staleness: 1 discards samples within a step",
+        ),
     ],
 )
 def test_devices_that_do_not_fit(refusals: Any, changes: dict, reported: str) -> None:

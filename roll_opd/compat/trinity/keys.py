@@ -61,7 +61,7 @@ def _below(prefix: str, keys: Mapping[str, Rule]) -> dict[str, Rule]:
     return {f"{prefix}.{key}": rule for key, rule in keys.items()}
 
 
-_ONE_LOOP = nothing("each step samples with the weights of the previous step")
+_WEIGHTS = nothing("new weights are sent to the running engines after each step")
 _OWN_LOADER = nothing("the package has its own data loader")
 _NO_BUFFER = nothing("a step's experiences go to training without a buffer")
 _NO_RETRY = nothing("a failed run is dropped (on_workflow_error), a dead process is replaced")
@@ -196,7 +196,8 @@ KEYS: dict[str, Rule] = {
     ),
     "algorithm.entropy_loss_fn_args": PART,
     "algorithm.sample_strategy": only(
-        "default", "mix", None, instead="every experience is trained on once, in its step; remove the key"
+        *("default", "mix", "staleness_control", None),
+        instead="every experience is trained on once, in its step; remove the key",
     ),
     "algorithm.sample_strategy_args": PART,
     "algorithm.add_strategy": only(
@@ -275,7 +276,7 @@ KEYS: dict[str, Rule] = {
     ),
     **_below("explorer", _all(NOTHING, "min_running_model_num proxy_port db_url runner_state_report_interval")),
     **_below("explorer", _all(NOTHING, "runner_prepare_concurrency runner_prepare_max_retries")),
-    "explorer.max_inflight_batches": _ONE_LOOP,
+    "explorer.max_inflight_batches": PART,
     "explorer.runner_num": nothing("runner_per_model sets it"),
     "explorer.max_repeat_times_per_runner": nothing("runs of a prompt are distributed over all processes"),
     "explorer.concurrent_mode": nothing("runs are concurrent threads and coroutines"),
@@ -289,11 +290,9 @@ KEYS: dict[str, Rule] = {
     "explorer.eval_on_startup": nothing("a run with validation always starts with a validation"),
     **_below("explorer.rollout_model", ROLLOUT_KEYS),
     AUXILIARY: PART,
-    **_below(
-        "synchronizer",
-        _all(_ONE_LOOP, "sync_method sync_style sync_interval sync_offset sync_timeout wait_for_checkpoint"),
-    ),
-    **_below("synchronizer", _all(_ONE_LOOP, "explorer_sync_interval trainer_sync_interval")),
+    **_below("synchronizer", _all(PART, "sync_style sync_interval sync_offset")),
+    **_below("synchronizer", _all(PART, "explorer_sync_interval trainer_sync_interval")),
+    **_below("synchronizer", _all(_WEIGHTS, "sync_method sync_timeout wait_for_checkpoint")),
     **_below("synchronizer", _all(NOTHING, "explorer_world_size ray_namespace group_name")),
     "trainer.trainer_type": only("verl", instead="training runs in Megatron-core; write verl, or remove the key"),
     "trainer.trainer_strategy": PART,

@@ -43,13 +43,15 @@ def objective(read: Translation) -> None:
     coefficient = _one_argument(read, "algorithm.entropy_loss_fn_args", "entropy_coef")
     if coefficient is not None and read.values.get("entropy_loss_fn") != "none":
         read.put("entropy_loss_coef", coefficient, "algorithm.entropy_loss_fn_args.entropy_coef")
-    share = read.below("algorithm.sample_strategy_args")
-    for argument, value in share.items():
+    arguments = read.below("algorithm.sample_strategy_args")
+    for argument, value in arguments.items():
         path = f"algorithm.sample_strategy_args.{argument}"
         if argument == "expert_data_ratio":
             read.put("expert_data_ratio", value, path)
         elif argument == "sft_dataset_name":
             read.drop(path, "demonstrations come from trainer_input")
+        elif argument == "max_staleness" and read.get("algorithm.sample_strategy") == "staleness_control":
+            read.found[path] = value  # translated with the synchronizer
         else:
             read.diag.error(
                 path, "is not supported, because every experience is trained on in its own step; remove this key"

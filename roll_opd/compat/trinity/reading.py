@@ -208,6 +208,7 @@ def _follow(read: Translation, rule: Rule, path: str, value: Any) -> None:
     elif rule.harmless is None:
         read.drop(path, rule.why)
     elif value in rule.harmless:
+        read.found[path] = value
         read.drop(path, "")
     else:
         read.diag.error(path, f"{_yaml(value)} is not available: {rule.why}")

@@ -135,14 +135,17 @@ def _megatron(read: Translation) -> None:
     read.devices //= copy
 
 
-def batches(read: Translation) -> None:
-    """Translate the number of prompts per step, the number of sequences per update, and the micro-batches."""
+def batches(read: Translation) -> int:
+    """Translate the number of prompts per step, the number of sequences per update, and the micro-batches.
+
+    Return the number of updates per step; 1 if the sizes are refused.
+    """
     prompts = read.number("buffer.batch_size", 1)
     read.put("rollout_batch_size", prompts, "buffer.batch_size" if read.get("buffer.batch_size") else "")
     try:
         row = algorithm(str(read.values.get("algorithm_type")))
     except AlgorithmError:
-        return
+        return 1
     made = prompts * read.number("algorithm.repeat_times", row.repeat or 1)
     share = read.values.get("expert_data_ratio", row.expert_data_ratio)
     whole = round(made / (1 - share)) if isinstance(share, float) and 0 < share < 1 else made
@@ -155,14 +158,14 @@ def batches(read: Translation) -> None:
             f"an update has {update} sequences, which is not a divisor of the {made} sequences of a step"
             " (batch_size x repeat_times); write a divisor, or a larger batch_size",
         )
-        return
+        return 1
     for number in range(min(read.devices, update), 0, -1):
         if update % number == 0 and (number == read.devices or not read.machine.has_gpus):
             break
     else:
         text = f"an update of {update} sequences cannot be split among {read.devices} data-parallel ranks of training"
         read.diag.error(key, f"{text}; change the size of the update or the number of training devices")
-        return
+        return 1
     if number != read.devices:
         read.devices = number
         read.put("{train}.device_mapping", f"list(range(0,{number}))", key)
@@ -177,6 +180,7 @@ def batches(read: Translation) -> None:
         runners = read.number("explorer.runner_per_model", 8)
         workers = runners if read.machine.has_gpus else min(runners, read.machine.devices)
         read.put("workflow_workers", workers, "explorer.runner_per_model")
+    return made // own
 
 
 def training(read: Translation) -> None:

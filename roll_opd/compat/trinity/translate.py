@@ -1,7 +1,7 @@
 """Translate a Trinity-RFT configuration. This module translates names, datasets, rewards and validation.
 
-`objective.py`, `model_sections.py` and `sizes.py` translate the objective, the models and the sizes. The rules of
-single keys are in `keys.py`.
+`objective.py`, `model_sections.py`, `sizes.py` and `synchronizer.py` translate the objective, the models, the sizes and
+the age of samples. The rules of single keys are in `keys.py`.
 
 If the default of a key differs between Trinity-RFT and this package, Trinity-RFT's default is set explicitly.
 """
@@ -23,6 +23,7 @@ from roll_opd.compat.trinity.model_sections import models
 from roll_opd.compat.trinity.objective import objective
 from roll_opd.compat.trinity.reading import Machine, Translation, sort
 from roll_opd.compat.trinity.sizes import batches, devices, steps, training
+from roll_opd.compat.trinity.synchronizer import synchronizer
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.workflows.workflow_checks import BOXED
 
@@ -73,7 +74,7 @@ def translated(
     _reward(read)
     _validation(read, files_of)
     devices(read)
-    batches(read)
+    synchronizer(read, batches(read))
     training(read)
     steps(read, count)
     read.drop_remaining(UNUSED)
