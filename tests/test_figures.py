@@ -1,0 +1,45 @@
+"""A figure about the project stands on one page, and a test or a program measures it."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", "tests/README.md", *sorted(ROOT.glob("docs/**/*.md")))
+CODE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$|^ {4}[^\n]*$", re.DOTALL | re.MULTILINE)
+NOUNS = (
+    "classes|commits|configurations|directories|examples|files|floors|formulas|functions|keys|levels|lines|modules"
+    "|packages|pages|patterns|plans|rooms|tests|types|YAMLs"
+)
+FIGURE = re.compile(
+    rf"(?<![\w.,:`/-])(\d[\d,]*\d)(?: of(?: the| these| its| ROLL's)?)?(?: [\w'-]+){{0,2}}?(?: of them)? (?:{NOUNS})\b"
+)
+
+
+def bound(path: str, name: str) -> Callable[[], int]:
+    """Return a function that reads the constant `name` of a test file, with which the test compares a count."""
+    return lambda: int(re.findall(rf"^{name} = (\d+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)[0])
+
+
+# page -> {figure: its value in a test; None: a rule, or a count that a program repeats}
+KNOWN: dict[str, dict[str, Callable[[], int] | None]] = {
+    "CONTRIBUTING.md": {"200 lines": None},  # a rule for files
+    "docs/architecture.md": {"122 files": bound("tests/net/test_traced_step.py", "MOST_FILES")},
+    "docs/rewards/ifeval.md": {"25 functions": None},  # of Tulu 3
+    "docs/minimal.md": {"150 lines": bound("tests/test_minimal_opd.py", "MOST_LINES")},
+    "docs/coming-from-roll.md": {"107 run configurations": None, "77 of the files": None},  # tests/net/plans.py
+}
+
+
+def test_a_figure_about_the_project_stands_once_and_is_measured() -> None:
+    found: dict[str, set[str]] = {}
+    for page in PAGES:
+        name = str(page if isinstance(page, str) else page.relative_to(ROOT))
+        text = " ".join(CODE.sub("", (ROOT / name).read_text(encoding="utf-8")).split())
+        if figures := {match[0] for match in FIGURE.finditer(text)}:
+            found[name] = figures
+    assert found == {page: set(figures) for page, figures in KNOWN.items()}
+    for figures in KNOWN.values():
+        for text, value in figures.items():
+            if value:
+                assert value() == int(text.partition(" ")[0]), text
