@@ -188,7 +188,7 @@ MACHINE = "requirements/machine"  # its setup.py chooses the lock
 
 
 def required_by_machine(monkeypatch, *, device=None, driver=False):
-    """Return the requirements that setup.py of `MACHINE` declares for a device, or for a machine with or without GPUs."""
+    """Return the requirements in setup.py of `MACHINE` for a device, or for a machine with or without a GPU driver."""
     declared, there = {}, os.path.exists
     with monkeypatch.context() as patch:
         patch.setattr("setuptools.setup", lambda **facts: declared.update(facts))
