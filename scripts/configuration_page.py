@@ -17,8 +17,9 @@ HEAD = """# Configuration: every key
 Written by `make docs` from [roll_opd/config/schema/](../roll_opd/config/schema/__init__.py); a test holds it to that.
 
 A configuration is a YAML file, read by Hydra: it may compose from others, and `key=value` on the command line
-overrides it. A misspelt key is an error that names the nearest known key. ROLL's keys without effect are accepted and
-listed in one warning; a key at the top that resembles no other is a variable of the file. [Coming from
+overrides it. A misspelt key is an error that names the nearest known key; a word or a section of TRL, verl, NeMo-RL or
+axolotl is an error that names the key with this meaning. ROLL's keys without effect are accepted and listed in one
+warning; a single value at the top that resembles no key is a variable of the file. [Coming from
 ROLL](coming-from-roll.md) goes through them. Options of an engine are written under `strategy_config` and are passed
 to it unchanged: Megatron-core's `TransformerConfig`, vLLM's engine arguments. Names and values are checked against the
 classes of the installed version before anything starts; the first plan after an installation imports them, which takes

@@ -17,7 +17,7 @@ import ray
 from roll_opd.actors.sampler import Request
 from roll_opd.cluster.batched_calls import Answers, coalesced
 from roll_opd.config.plan import RewardPlan, RolloutPlan
-from roll_opd.data.templates import load_tokenizer, token_ids
+from roll_opd.data.templates import load_plain_tokenizer, load_tokenizer, token_ids
 from roll_opd.rewards.interface import RewardError, RewardSample, Scored
 from roll_opd.rewards.reward_caller import Caller, weighted
 from roll_opd.rewards.reward_registry import resolve
@@ -139,7 +139,7 @@ class LocalModel:
         `engines` are `RolloutWorker` actors.
         """
         self._plan = plan
-        self._tokenizer: Any = load_tokenizer(plan.model.path)
+        self._tokenizer: Any = load_plain_tokenizer(plan.model.path)
         if not self._tokenizer.chat_template:
             raise RewardError(
                 f"{plan.name}: the tokenizer of {plan.model.path} has no chat template; use a chat model as judge"

@@ -24,7 +24,7 @@ from roll_opd.cluster.batched_calls import Answers, coalesced
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.data.templates import load_tokenizer
+from roll_opd.data.templates import load_plain_tokenizer, load_tokenizer
 from roll_opd.inference.tool_calls import find_parser
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.sample import Sample
@@ -173,7 +173,8 @@ class WorkflowWorker:
         def client_of(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
             """Return a model client with an endpoint. The client sends its requests to `engines`."""
             sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
-            tokenizer, loop = load_tokenizer(plan.model.path), asyncio.get_running_loop()
+            load = load_tokenizer if kind is ModelWrapper else load_plain_tokenizer
+            tokenizer, loop = load(plan.model.path), asyncio.get_running_loop()
             model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)
             model.endpoint = PolicyServer(model, loop, find_parser(self._plan.tool_call_parser, tokenizer), **address)
             self._endpoints.append(model.endpoint)

@@ -150,12 +150,39 @@ def file_kind(path: Path) -> str:
 
 
 RESEMBLES = 0.75  # minimum similarity ratio of difflib; below it hints are wrong
+WITHOUT_SEPARATORS = 0.9  # the same, for names that are compared without their separators
+
+
+SAME_PART = 0.6  # minimum similarity of a misspelt and a right part of a name; "input" and "output" have 0.55
+ADDED = frozenset({"max", "num", "n", "total", "opd"})  # parts that do not give a name another meaning
 
 
 def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str | None:
-    """Return the known name that is most similar to `name`; None if no name is similar."""
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=at_least)
-    return found[0] if found else None
+    """Return the known name that is most similar to `name`; None if no name is similar.
+
+    Two names are different if a whole part differs (max_prompt_length, val_prompt_length).
+    """
+    found = difflib.get_close_matches(name, sorted(known), n=8, cutoff=at_least)
+    return next((one for one in found if _is_misspelt(name, one)), None)
+
+
+def _is_misspelt(name: str, right: str) -> bool:
+    """Whether each part of `name` resembles the part of `right` at its place.
+
+    Separators may be missing, and parts of `right` as well. `name` may have parts in `ADDED` in addition.
+    """
+    parts, wanted = (re.split(r"[_.\- ]", text.casefold()) for text in (name, right))
+    if len(parts) == len(wanted):
+        return all(_ratio(*pair) >= SAME_PART for pair in zip(parts, wanted, strict=True))
+    short, long = sorted((parts, wanted), key=len)
+    rest = iter(long)
+    if all(part in rest for part in short) and (short is parts or ADDED.issuperset(set(long) - set(short))):
+        return True
+    return _ratio("".join(parts), "".join(wanted)) >= WITHOUT_SEPARATORS
+
+
+def _ratio(one: str, other: str) -> float:
+    return 1.0 if one == other else difflib.SequenceMatcher(None, one, other).ratio()
 
 
 class WorkflowError(ValueError):

@@ -104,10 +104,12 @@ class Diagnostics:
     def where(self, key: str) -> str:
         """Return the place of `key` as " (file.yaml:12)".
 
-        If the place of the key is not known, return the place of the nearest section that contains the key. If there is
-        none, return "".
+        If the place of the key is not known, return the place of the first key inside it, or of the nearest section
+        that contains the key. If there is none, return "".
         """
         key = self.at(key)
+        if key not in self.origins and (inside := next((one for one in self.origins if one.startswith(f"{key}.")), "")):
+            key = inside
         while key:
             if place := self.origins.get(self.renamed.get(key, key)):
                 return f" ({place})"

@@ -111,6 +111,7 @@ class DataPlan(RowKeys):
     prompt_length: int
     template: str = "native"  # "native": the tokenizer's own chat template
     limit: int | None = None  # use only the first N rows
+    system_prompt: str | None = None  # system message of conversations that have none
     # tag -> template, for tags whose template is not `template`
     tag_templates: FrozenDict = field(default_factory=FrozenDict)
     columns: FrozenDict = field(
@@ -226,6 +227,7 @@ class AuxiliaryPlan:
 class WorkflowPlan(WorkflowKeys):
     """The workflow of a run, and the processes that execute it."""
 
+    system_prompt: str | None = None
     auxiliary_models: tuple[AuxiliaryPlan, ...] = ()
     is_scored: bool = False  # `rewards` score the samples that come without a reward
 
@@ -263,6 +265,7 @@ class RunPlan(RunKeys, RolloutKeys):
     trackers: tuple[str, ...] = ("tensorboard",)
     tracker_args: FrozenDict = field(default_factory=FrozenDict)  # tracker -> its keyword arguments
     env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
+    chat_template_kwargs: FrozenDict = field(default_factory=FrozenDict)  # variables of the chat templates
     warnings: tuple[str, ...] = ()
     memory: FrozenDict = field(
         default_factory=FrozenDict

@@ -33,7 +33,7 @@ IGNORED_TOP = _names("""
     frozen_format_penalty single_prompt_agent_system_template single_prompt_agent_template transfer_backend
     divide_std add_length_bonus add_token_penalty model_name parse_tool_call_parameter_to_dict
     skip_mock_system_prompt user_prompt_no_think_format user_prompt_think_format added_text_no_think added_text_think
-    env_monitor dirty_data_mask open_feedback_turn use_token_reward exp_mode partial_gpu_mode
+    reward_system_config env_monitor dirty_data_mask open_feedback_turn use_token_reward exp_mode partial_gpu_mode
 """)
 
 # keys about rollouts that ROLL's SFT and DPO inherit from BaseConfig

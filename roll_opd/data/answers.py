@@ -28,6 +28,7 @@ from roll_opd.data.rows import (
     parse_shared_gpt,
     parse_task,
     rename_columns,
+    with_system_prompt,
     without_prompt,
 )
 
@@ -71,7 +72,7 @@ def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     `system` are read only if the configuration names them.
     """
     try:
-        return _parsed(value, fallback_id, plan)
+        return with_system_prompt(_parsed(value, fallback_id, plan), plan.system_prompt)
     except RecursionError:
         raise BadRow(WRONG_TYPE, "its lists and objects are nested too deeply") from None
 

@@ -6,7 +6,7 @@ An unusable row raises `BadRow`, whose `kind` is the category of the problem.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
@@ -21,6 +21,7 @@ NOT_AN_OBJECT = "not a JSON object"
 NO_PROMPT = "without a prompt"
 EMPTY = "empty messages or prompt"
 WRONG_TYPE = "a field of the wrong type"
+PLAIN_PROMPT = "plain text, which cannot have the system_prompt"
 NOT_TEXT = "with images, videos or sounds"
 
 _KNOWN_KEYS = frozenset({"id", "tag", "messages", "conversations", "prompt", "ground_truth"})
@@ -92,7 +93,7 @@ def parse_row(
     Assistant turns at the end of the conversation are the answer, so they are removed unless `has_answers` is set. A
     row without a tag gets `DEFAULT_TAG`, and a row without an id gets `fallback_id`.
 
-    `columns` maps the names messages, prompt, tag and id to the column names of the data set.
+    `columns` maps the names messages, prompt, tag, id and ground_truth to the column names of the data set.
     """
     value = rename_columns(value, columns)
     messages, prompt = _parse_prompt(value, columns)
@@ -132,6 +133,15 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
         ground_truth=_text(own, "ground_truth") if isinstance(truth, str | int | float | Decimal) else None,
         extra=FrozenDict(raw),
     )
+
+
+def with_system_prompt(row: Row, text: str | None) -> Row:
+    """Return the row with `text` as its system message, unless the conversation has one. Raises `BadRow`."""
+    if text is None or (row.messages and row.messages[0]["role"] == "system"):
+        return row
+    if row.prompt is not None:
+        raise BadRow(PLAIN_PROMPT, "write the prompts as messages, or remove system_prompt")
+    return replace(row, messages=(FrozenDict({"role": "system", "content": text}), *row.messages))
 
 
 def rename_columns(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ If a template writes the date, it writes the date on which the run started, in e
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -61,14 +61,22 @@ def added_bos(tokenizer: Any) -> int | None:
 VARIABLE = "ROLL_OPD_RUN_START"  # environment variable of processes that render: local time in ISO 8601
 
 
+CHAT = "ROLL_OPD_CHAT_TEMPLATE_KWARGS"  # environment variable of the same processes: JSON of the run's variables
+
+
 def set_date(moment: datetime) -> None:
     """Set the run's date to `moment`, in this process and in processes that inherit its environment."""
     os.environ[VARIABLE] = moment.isoformat()
 
 
+def set_chat_variables(values: Mapping[str, Any]) -> None:
+    """Set the run's variables of chat templates, in this process and in processes that inherit its environment."""
+    os.environ[CHAT] = json.dumps(thaw(values))
+
+
 def variables() -> dict[str, str]:
-    """Return the environment variables that pass the run's date to another process."""
-    return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
+    """Return the environment variables that pass the run's date and chat variables to another process."""
+    return {name: os.environ[name] for name in (VARIABLE, CHAT) if name in os.environ}
 
 
 def writes_date(tokenizer: Any) -> bool:
@@ -148,6 +156,7 @@ class Template:
     prompt: Callable[["PreTrainedTokenizerBase", Row], str]
     whole: Callable[["PreTrainedTokenizerBase", Row, Mapping[str, Any]], str] | None = None
     source: str | None = None  # source of the chat template; None: the tokenizer's template
+    variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template that it sets
 
     @property
     def is_of_tokenizer(self) -> bool:
@@ -156,10 +165,18 @@ class Template:
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a Hugging Face model directory. Raises `DataError` on failure.
+    """Load the tokenizer of a model of the run: of the student, or of a teacher. Raises `DataError` on failure.
 
-    The chat template of the tokenizer gets the run's date.
+    Its chat template gets the run's date and the run's `chat_template_kwargs`.
     """
+    tokenizer: Any = load_plain_tokenizer(path)
+    if values := json.loads(os.environ.get(CHAT, "{}")):
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
+    return tokenizer
+
+
+def load_plain_tokenizer(path: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a model that gets no `chat_template_kwargs`, such as a judge. Raises `DataError`."""
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -264,7 +281,7 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"row {row.id}: the chat template refuses its messages: {error}") from error
 
-    return Template(render, render, chat_template)
+    return Template(render, render, chat_template, variables)
 
 
 def _around(before: str, after: str) -> Template:

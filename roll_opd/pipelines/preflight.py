@@ -31,7 +31,7 @@ from roll_opd.data.prompt_source import (
 from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import ScoredSet, open_teacher_files
 from roll_opd.data.teacher_scores import Expected
-from roll_opd.data.templates import load_tokenizer, set_date, writes_date
+from roll_opd.data.templates import load_tokenizer, set_chat_variables, set_date, writes_date
 from roll_opd.models.adapter_files import read_adapter
 from roll_opd.models.model_info import read_model
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
@@ -105,6 +105,7 @@ def preflight(plan: RunPlan) -> Inputs:
     now = datetime.now()
     began = resumed.began if resumed and resumed.began else now
     set_date(began)
+    set_chat_variables(plan.chat_template_kwargs)
     tokenizer = load_tokenizer(plan.student.model.path)
     if began.date() != now.date() and writes_date(tokenizer):
         echo(f"The chat template writes the date into prompts; this run keeps the date of its start, {began:%d %B %Y}")

@@ -24,7 +24,7 @@ from roll_opd.models.flops import sequence_flops
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
-from roll_opd.planner import check_devices, check_files, check_values, parts, rollout_parts, supervised_parts
+from roll_opd.planner import check_devices, check_files, check_values, parts, rollout_parts, row_plans, supervised_parts
 from roll_opd.planner.pipeline_choice import is_trinity, pipeline_keys
 from roll_opd.planner.read import read_sections
 from roll_opd.planner.role_reader import RoleReader, Roles, written_workers
@@ -149,6 +149,7 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
         "trackers": tuple(trackers),
         "tracker_args": FrozenDict(trackers),
         "env": parts.environment(top),
+        "chat_template_kwargs": row_plans.chat_variables(top, roles),
     }
 
 

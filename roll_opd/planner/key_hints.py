@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import RESEMBLES, nearest
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.schema import (
     MIXED_ROLES,
@@ -12,6 +12,7 @@ from roll_opd.config.schema import (
     RemoteModelKeys,
     Reward,
     Section,
+    Supervised,
     SupervisedWorker,
     TeacherWorker,
     Top,
@@ -19,7 +20,11 @@ from roll_opd.config.schema import (
     keys_of,
     supervised_pipelines,
 )
+from roll_opd.planner import foreign_keys
 
+ROLES = (PURE_ROLES, MIXED_ROLES)
+SAME_SECTION = 0.85  # minimum similarity of a misspelt and a known section: `algorithm` is not `algorithm_type`
+MOST_ADVICE = 8  # keys of an unknown section that its error answers
 TRAIN, ROLLOUT, TEACHER, FROZEN, CRITIC = "train", "rollout", "teacher", "frozen", "critic"  # kinds of roles
 ELSEWHERE = "elsewhere"  # kind of a teacher that uses no device of the run
 ENGINES = (ROLLOUT,)
@@ -87,8 +92,9 @@ def typing_error(
     """Return the error for an unknown key, or None if the key resembles no known key.
 
     `may_be_variable` is True for a key at the top of a file. Such a key may define a variable, so it is accepted if it
-    resembles no known key and its value is not a role.
+    resembles no known key and its value is not a section.
     """
+    student = _students(written)
     if not path and may_be_variable and not _is_of_role(key):
         place = None
     else:
@@ -97,13 +103,36 @@ def typing_error(
         return f"unknown key at the top; {_home(place)}{'.'.join((*place, key))}"
     if place and place[:1] == tuple(path.split("."))[:1]:
         return f"unknown key here; write it at {'.'.join((*place, key))}"
-    if near := nearest(key, known):
+    if advice := foreign_keys.advice(f"{path}.{key}" if path else key, *student):
+        return f"unknown key; {advice}"
+    is_section = not path and isinstance(value, Mapping)
+    if near := nearest(key, known, SAME_SECTION if is_section else RESEMBLES):
         return f"unknown key; did you mean {near!r}?"
     if place is not None:
         return f"unknown key here; write it at {'.'.join((*place, key)) if place else f'the top: {key}'}"
     if not path and is_worker(value, {*keys_of(Worker)}):
         return "unknown role; rename it to an existing role (docs/modes.md), or remove it"
+    if is_section and not (may_be_variable and _holds_environments(value)):
+        return _foreign_section(key, value, written)
     return None
+
+
+def _holds_environments(section: Mapping[str, Any]) -> bool:
+    """Whether a section defines environments, which ROLL's files keep for `custom_envs` even if they refer to none."""
+    return bool(section) and all(isinstance(one, Mapping) and "env_type" in one for one in section.values())
+
+
+def _foreign_section(key: str, section: Mapping[str, Any], written: Set[str]) -> str:
+    """Return the error for an unknown section at the top, with the keys here for the words of other tools in it."""
+    known = []
+    for path in foreign_keys.leaves(section, key):
+        advice = foreign_keys.advice(path, *_students(written))
+        last = path.rpartition(".")[2]
+        if advice is None and (place := _best_place((key,), last, written)) is not None:
+            advice = f"use {'.'.join((*place, last))}"
+        known += [f"for {path} {advice}"] if advice else []
+    remedy = ", ".join(known[:MOST_ADVICE]) or "move its keys to the sections of docs/configuration.md, or remove it"
+    return f"unknown section, which no value of the file refers to; {remedy}"
 
 
 def _home(place: Place) -> str:
@@ -152,11 +181,8 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
     `written` has the top-level keys of the configuration. The sections to which a misplaced key is likely to belong
     come first.
     """
-    train, infer = (
-        next((names[at] for names in (PURE_ROLES, MIXED_ROLES) if names[at] in written), None) for at in (0, 1)
-    )
-    pipelines = supervised_pipelines().values() if infer is None and TEACHER not in written else ()
-    supervised = next((one for one in pipelines if one.role in written), None)
+    train, infer = (next((names[at] for names in ROLES if names[at] in written), None) for at in (0, 1))
+    supervised = _supervised(written)
     top = supervised or Top
     roles: dict[Place, type[Section]] = {}
     if supervised:
@@ -179,6 +205,20 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
     yield from _tree(top, ()).items()
     if not supervised:
         yield from _tree(RemoteModelKeys, ("auxiliary_models", NAME)).items()
+
+
+def _supervised(written: Set[str]) -> type[Supervised] | None:
+    """Return the keys of the supervised pipeline whose role is written, or None if there is no such role."""
+    if TEACHER in written or any(infer in written for _, infer in ROLES):
+        return None
+    return next((one for one in supervised_pipelines().values() if one.role in written), None)
+
+
+def _students(written: Set[str]) -> tuple[str, str]:
+    """Return (training role, rollout role): the names of the student's sections, by the roles that are written."""
+    supervised = _supervised(written)
+    names = next((names for names in ROLES if not written.isdisjoint(names)), PURE_ROLES)
+    return (supervised.role, names[1]) if supervised else names
 
 
 def _tree(section: type[Section], root: Place) -> Mapping[Place, Set[str]]:

@@ -9,7 +9,7 @@ from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.algorithms.table import DIVERGENCE_NAMES
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan, FilePlan, ObjectivePlan, TeacherPlan
-from roll_opd.config.schema import OfflineDistill, RowKeys, keys_of, shared
+from roll_opd.config.schema import ChatKeys, OfflineDistill, RowKeys, keys_of, shared
 from roll_opd.data.files import find_files
 from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
@@ -35,6 +35,8 @@ def read(top: OfflineDistill, train: Role) -> OfflineParts:
     """Return the checked parts. Problems are reported at their keys."""
     if train.worker.data_args.file_name:
         train.worker.data_args.diag.error("file_name", "has no effect, as the rows come from teacher.files; remove it")
+    for key in keys_of(ChatKeys).keys() & top.written:
+        top.diag.error(key, "has no effect, as the prompts of teacher files are tokens; remove it")
     if top.algorithm_type:
         top.diag.error("algorithm_type", f"{top.algorithm_type} has no effect: opd_objective sets the loss; remove it")
     files = _files(top.teacher.files, top.teacher.diag, "files")

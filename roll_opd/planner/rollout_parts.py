@@ -273,7 +273,8 @@ def _prompts(
         if None not in sections.teachers.values():
             row_plans.check_tags(roles, rewards, data, validation, top.diag)
     if top.workflow:  # a workflow makes the prompts itself
-        data, validation = (found and _for_workflow(found, top.response_key) for found in (data, validation))
+        truth = (data and data.columns.get("ground_truth")) or top.response_key
+        data, validation = (found and _for_workflow(found, truth) for found in (data, validation))
     return data, validation
 
 
@@ -283,8 +284,9 @@ def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
     Args:
         truth: name of the column that has the ground truth.
     """
-    columns = {"ground_truth": truth} if truth != "ground_truth" else {}
-    return replace(data, schema="task", prompt_length=MAX_TOKENS, columns=FrozenDict({**data.columns, **columns}))
+    columns = {key: name for key, name in data.columns.items() if key != "ground_truth"}
+    columns |= {"ground_truth": truth} if truth != "ground_truth" else {}
+    return replace(data, schema="task", prompt_length=MAX_TOKENS, columns=FrozenDict(columns), system_prompt=None)
 
 
 def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
@@ -332,7 +334,7 @@ def _workflow(top: Top) -> WorkflowPlan | None:
     if top.workflow is None:
         top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
         return None
-    values = shared(WorkflowKeys, top)
+    values = shared(WorkflowKeys, top) | {"system_prompt": top.system_prompt}
     if top.plugin_dir:
         with top.diag.catching("plugin_dir", PathError):
             values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)

@@ -6,17 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from roll_opd.base.failures import nearest
-from roll_opd.base.frozen import FrozenDict
-from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.base.frozen import FrozenDict, freeze
+from roll_opd.config.diagnostics import Diagnostics, as_yaml
 from roll_opd.config.plan import DataPlan, RewardPlan, StreamPlan
 from roll_opd.config.schema import DataArgs, RowKeys, Run, Section, shared
 from roll_opd.data.answers import COLUMN_KEYS
 from roll_opd.data.files import find_files, first_tags
 from roll_opd.data.formats import refusal
-from roll_opd.data.rows import DataError
+from roll_opd.data.rows import RESERVED_VARIABLES, DataError
 from roll_opd.data.templates import TEMPLATES
+from roll_opd.models.tokenizer_files import chat_template_of
 from roll_opd.planner.role_reader import Roles
 
+COLUMNS = ("messages", "prompt", "tag", "id", "ground_truth")  # keys of data_args that name a column
 SHARE_TOLERANCE = 0.01  # wide enough for thirds written as 0.33
 
 
@@ -53,6 +55,7 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
         template=template,
         **shared(RowKeys, top),
         limit=args.limit,
+        system_prompt=top.system_prompt or None,
         tag_templates=FrozenDict(top.tag_to_template),
         columns=_columns(args, training),
     )
@@ -84,11 +87,33 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
     """
     columns: dict[str, str] = {}
     for source in (training, args) if training else (args,):
-        written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
+        written = {key: name for key in COLUMNS if (name := getattr(source, key))}
         if "prompt" in written:
             columns["messages"] = ""  # as in ROLL, an explicit prompt column takes precedence over all other columns
         columns |= written
     return FrozenDict({key: name for key, name in columns.items() if name != key})
+
+
+def chat_variables(top: Run, roles: Roles) -> FrozenDict:
+    """Return the variables of chat templates. Refuse reserved names and variables that no template of the run reads."""
+    key, values = "chat_template_kwargs", top.chat_template_kwargs
+    train = roles.train
+    names = {top.global_template or (train.worker.data_args.template if train else None) or "native"}
+    for name in sorted((names | set(top.tag_to_template.values())) & TEMPLATES.keys()):
+        template, place = TEMPLATES[name], f"template {name}"
+        source: object = template.source
+        if template.is_of_tokenizer and train is not None and train.info is not None:
+            source, place = chat_template_of(train.info.path), f"the chat template of {train.info.path}"
+        for variable, value in values.items():
+            fixed = template.variables.get(variable, value)
+            if variable in RESERVED_VARIABLES:
+                top.diag.error(f"{key}.{variable}", "is set by the package itself; remove it")
+            elif fixed != value:
+                text = f"{as_yaml(value)} contradicts template {name}, which sets {as_yaml(fixed)}"
+                top.diag.error(f"{key}.{variable}", f"{text}; remove one of them")
+            elif variable not in str(source or ""):
+                top.diag.error(f"{key}.{variable}", f"{place} does not read this variable; remove it")
+    return freeze(values)
 
 
 def _template(args: DataArgs, top: Run) -> str:

@@ -140,7 +140,7 @@ def test_a_typing_error_is_no_variable(problems: Problems, key: str, value: Any,
     assert found.startswith(sentence)
 
 
-@pytest.mark.parametrize("key", ["parallel", "k2", "answer_key", "lr"])
+@pytest.mark.parametrize("key", ["parallel", "k2", "answer_key"])
 def test_a_hint_needs_a_resemblance(plan: Plan, key: str, problems: Problems) -> None:
     assert any(text.endswith(f": {key}") for text in plan({key: 1}).warnings)
     (found,) = problems({key: ...}, overrides=(f"{key}=1",))  # on the command line it can only be meant as a key

@@ -58,7 +58,7 @@ from roll_opd.config.schema.rollout_keys import (
     Validation,
     WorkflowKeys,
 )
-from roll_opd.config.schema.run_keys import PIPELINES, CheckpointKeys, PromptColumns, RowKeys, Run, RunKeys
+from roll_opd.config.schema.run_keys import PIPELINES, ChatKeys, CheckpointKeys, PromptColumns, RowKeys, Run, RunKeys
 from roll_opd.config.schema.section import (
     OURS,
     TRINITY,

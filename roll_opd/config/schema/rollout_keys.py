@@ -115,7 +115,6 @@ class WorkflowKeys(Section):
     )
     prompt_key: Name = key("prompt", "column whose value is task.task_desc", OURS)
     response_key: Name = key("ground_truth", "column of the ground truth, which is task.truth in the workflow", OURS)
-    system_prompt: str | None = key(None, "task.format_args.system_prompt", OURS)
     reply_prefix: str | None = key(
         None, "task.format_args.reply_prefix: the words with which every answer starts", OURS
     )

@@ -76,7 +76,24 @@ class RunKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(RunKeys, CheckpointKeys, RowKeys):
+class ChatKeys(Section):
+    """Keys of the prompts that the student reads."""
+
+    system_prompt: str | None = key(
+        None,
+        "system message of every conversation that has none; with a workflow, task.format_args.system_prompt",
+        OURS,
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "variables of the chat templates, such as enable_thinking: false; a row's own chat_template_kwargs take"
+        " precedence",
+        OURS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
     """Keys of every pipeline, except the keys of roles. A subclass that sets `pipeline` adds a pipeline."""
 
     ignored = roll.IGNORED_TOP

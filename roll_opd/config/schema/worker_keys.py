@@ -142,6 +142,9 @@ class DataArgs(Section):
     prompt: Name | None = key(None, "column with the prompt as plain text; takes precedence over messages")
     tag: Name | None = key(None, "column with the tag of a row; the tag selects the row's teachers and rewards")
     id: Name | None = key(None, "column with the id of a row")
+    ground_truth: Name | None = key(
+        None, "column with the ground truth of a row, which rewards compare with the answer", OURS
+    )
     limit: Positive | None = key(None, "use only the first N rows", OURS)
 
 
