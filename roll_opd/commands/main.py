@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 
 from roll_opd import __version__
+from roll_opd.base.addresses import exempt_loopback
 from roll_opd.base.command_line import (
     DONE,
     FAILED,
@@ -230,6 +231,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code. Exits with code 2 if the command line is wrong."""
     safe_output()
+    exempt_loopback()
     parsed = parse(arguments)
     try:
         with without_collections():

@@ -15,6 +15,7 @@ A step is retried only if the server announced `repeats`, or if the request was 
 import contextlib
 import json
 import random
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from roll_opd.base.addresses import address_fault, proxy_of
 from roll_opd.environments.environment_interface import (
     ENVIRONMENTS,
     Environment,
@@ -55,12 +57,18 @@ class RemoteEnvironment(Environment):
         at_least("retries", retries, 0)
         if not 0 < timeout < 10**6:
             raise EnvironmentFailure(f"timeout is {timeout}; set seconds above 0")
-        if not url.startswith(("http://", "https://")):
-            raise EnvironmentFailure(f"url is {url!r}; set the server's address, such as http://127.0.0.1:8000")
-        self._url, self._retries = url.rstrip("/"), retries
+        if fault := address_fault(url):
+            raise EnvironmentFailure(f"url is {url!r}, which {fault}")
+        self._url, self._retries = re.sub(r"/(reset|step|close)$", "", url.rstrip("/")), retries
+        try:
+            proxy = proxy_of(url)
+        except ValueError as error:
+            raise EnvironmentFailure(f"url {url}: {error}") from None
+        self._via = f" (through the proxy {proxy}; NO_PROXY lists hosts that are asked directly)" if proxy else ""
         own = {"Content-Type": "application/json", **(headers or {})}
         # certificates are loaded only for https, as loading takes most of the constructor's time
-        self._client = httpx.Client(timeout=timeout, headers=own, verify=url.startswith("https://"))
+        transport = httpx.HTTPTransport(verify=url.startswith("https://"), proxy=proxy and proxy.url)
+        self._client = httpx.Client(timeout=timeout, headers=own, transport=transport)
         self._episode: str | None = None
         self._step, self._repeats = 0, False
 
@@ -110,11 +118,11 @@ class RemoteEnvironment(Environment):
                 what = f"{type(error).__name__}: {error}".rstrip(": ")
                 if not left or not (again or unsent):
                     advice = HOW_TO_SERVE if unsent else "check the server, or raise timeout"
-                    raise EnvironmentFailure(f"{address}: {what}; {advice}") from error
+                    raise EnvironmentFailure(f"{address}{self._via}: {what}; {advice}") from error
             else:
                 passing = answer.status_code in BUSY or answer.status_code >= 500
                 if not left or not (again and passing):
-                    return _object(answer, address)
+                    return _object(answer, f"{address}{self._via}")
             time.sleep(wait * random.uniform(0.5, 1.0))  # jitter
             wait = min(2 * wait, MAX_WAIT)
         raise AssertionError("the last try returns or raises")

@@ -2,6 +2,7 @@
 
 from urllib.parse import urlsplit
 
+from roll_opd.base.addresses import address_fault, server_root
 from roll_opd.config.plan import HttpPlan
 from roll_opd.config.schema import HttpKeys, Top, shared
 from roll_opd.planner.role_reader import Role, Roles
@@ -58,21 +59,17 @@ def _check_addresses(keys: HttpKeys) -> None:
     if not keys.url:
         keys.diag.error("url", "is missing; write the server's address, such as http://host:8000")
     for url in keys.url:
-        try:
-            parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            is_address = False
+        fault = address_fault(url)
         if url.startswith("tinker:"):
             keys.diag.error(
                 "url",
                 f"is a path of weights; write it in model_name, with server: tinker and url: {TINKER_URL}",
             )
-        elif not is_address:
-            keys.diag.error("url", "is not an address; write an address such as http://host:8000")
-        elif parts.username or parts.password or parts.query:
+        elif fault:
+            keys.diag.error("url", fault)
+        elif (parts := urlsplit(url)).username or parts.password or parts.query:
             keys.diag.error("url", f"of {parts.hostname} contains a password or a query; write api_key_env instead")
-    if len(set(keys.url)) != len(keys.url):
+    if len({server_root(url) for url in keys.url}) != len(keys.url):
         keys.diag.error("url", "lists an address twice; for more requests to one server, raise concurrency")
 
 

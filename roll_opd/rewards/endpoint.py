@@ -22,7 +22,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
+from roll_opd.base.addresses import address_fault, proxy_of
 from roll_opd.rewards.interface import RewardError
 
 if TYPE_CHECKING:
@@ -115,6 +117,10 @@ class Endpoint:
         self._method = method
         self._retry_seconds = limits.retry_seconds if gives_up else math.inf
         self._url, self.shown_url = _checked_url(url)
+        try:
+            self._proxy = proxy_of(url)
+        except ValueError as error:
+            raise RewardError(f"{self.shown_url}: {error}") from None
         self._headers = {"Content-Type": "application/json", **_checked_headers(headers)}
         self._secrets = [word for value in headers.values() for word in value.split() if len(word) > 3]
         self._limits, self._advice = limits, {**ADVICE, **advice}
@@ -163,11 +169,16 @@ class Endpoint:
     def _connect(self) -> None:
         import httpx
 
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.concurrency)
         self._client = httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_exchange` limits the total time
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.concurrency),
+            transport=httpx.AsyncHTTPTransport(limits=limits, proxy=self._proxy and self._proxy.url),
         )
+
+    @property
+    def _place(self) -> str:
+        return f"{self.shown_url} (through the proxy {self._proxy})" if self._proxy else self.shown_url
 
     @property
     def is_failing(self) -> bool:
@@ -190,9 +201,7 @@ class Endpoint:
             self._failing_since = now
         self._failures += 1
         if self._failures == DOWN_AFTER:
-            _log.warning(
-                "%s is down, last failure %s; probing it with one request at a time", self.shown_url, self._last
-            )
+            _log.warning("%s is down, last failure %s; probing it with one request at a time", self._place, self._last)
         pause = _delay(now - self._failing_since) if self._down else 0.0
         self._resume_at = max(self._resume_at, now + max(pause, failed.pause))
 
@@ -224,7 +233,7 @@ class Endpoint:
         if waited >= self._retry_seconds:
             raise GaveUp(
                 "down",
-                f"{self.shown_url}: requests have failed for {waited:.0f} s, the last with {self._last}; gave up",
+                f"{self._place}: requests have failed for {waited:.0f} s, the last with {self._last}; gave up",
             )
 
     async def _turn(self) -> None:
@@ -273,7 +282,9 @@ class Endpoint:
     def _message(self, failed: AttemptFailed, attempts: int) -> str:
         tried = f" ({attempts} attempts)" if attempts > 1 else ""
         advice = self._advice.get(failed.kind, "check the server's log")
-        return f"{self.shown_url}: {failed.kind}{tried}: {failed}; {advice}"
+        if self._proxy:
+            advice += f"; if the proxy cannot reach {self._url.host}, add it to NO_PROXY"
+        return f"{self._place}: {failed.kind}{tried}: {failed}; {advice}"
 
 
 def _delay(failing_for: float) -> float:
@@ -306,13 +317,14 @@ def _checked_url(text: str) -> "tuple[httpx.URL, str]":
     """
     import httpx
 
+    fault = address_fault(text) if isinstance(text, str) else "is not an address; write one such as http://host:8000"
     try:
-        url = httpx.URL(text)
-    except (httpx.InvalidURL, TypeError):
-        url = httpx.URL()
-    if url.scheme not in ("http", "https") or not url.host:
+        url = httpx.URL(text if fault is None else "")
+    except httpx.InvalidURL as error:
+        fault, url = f"is not an address: {error}; write one such as http://host:8000", httpx.URL()
+    if fault:
         shown = re.sub(r"//[^/]*@|\?.*", "", str(text))
-        raise RewardError(f"{shown!r} is not a URL; write a URL such as http://host:8000")
+        raise RewardError(f"{shown!r} {fault}")
     return url, str(url.copy_with(username=None, password=None, query=None, fragment=None))
 
 
@@ -361,20 +373,12 @@ class ChatEndpoint:
 def chat_url(url: str) -> str:
     """Return the URL of the chat completions API, for example `http://host/v1/chat/completions`.
 
-    `url` is `http://host`, `http://host/v1` or the full URL.
+    `url` is `http://host`, `http://host/v1`, the full URL, or the URL of another method of the same API.
     """
-    import httpx
-
-    try:
-        given = httpx.URL(url)
-    except httpx.InvalidURL:
-        given = httpx.URL()
-    if not given.host:
+    if address_fault(url):
         return url  # `Endpoint` reports the error
-    path = given.path.rstrip("/")
-    if not path.endswith("/chat/completions"):
-        path = f"{path or '/v1'}/chat/completions"
-    return str(given.copy_with(path=path))
+    base = re.sub(r"(/chat)?/(completions|models|responses|embeddings)$", "", urlsplit(url).path.rstrip("/"), count=1)
+    return urlunsplit(urlsplit(url)._replace(path=f"{base or '/v1'}/chat/completions"))
 
 
 def read_completion(answer: Any) -> str:

@@ -106,7 +106,7 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
     probes = probe_strings()
     expected = token_ids(load_tokenizer(str(tokenizer)), probes, [False] * len(probes))
     for url in scorer.plan.url:
-        endpoint = _endpoint(scorer, url.removesuffix("/v1"), "/tokenize", "POST")
+        endpoint = _endpoint(scorer, url, "/tokenize", "POST")
         body = {"model": scorer.model, "prompt": probes[0], "add_special_tokens": False}
         first = await _answer(scorer, endpoint, body)
         if not isinstance(first, dict) or "tokens" not in first:

@@ -19,9 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from roll_opd.base.addresses import below, server_root
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import HttpPlan
 from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
+from roll_opd.rewards.interface import RewardError
 from roll_opd.samples.sample import TargetRef
 from roll_opd.teachers.answer_cache import AnswerCache, request_key
 from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply
@@ -32,7 +34,15 @@ from roll_opd.teachers.tinker_endpoint import TinkerEndpoint
 STALLED = 60.0  # seconds without an answer before a warning
 BAD_ANSWERS = 3  # bad answers to one request after which the run ends
 REPLICA_SECONDS = 20.0  # after failing for this time, a request goes to another address of the server
-ADVICE = dict.fromkeys(("http_401", "http_403"), "check the key in http.api_key_env")
+ADVICE = {
+    **dict.fromkeys(("http_401", "http_403"), "check the key in http.api_key_env"),
+    **dict.fromkeys(
+        ("http_404", "http_405"),
+        "check that http.server is the kind of the server; in http.url write its address before the API's path, such"
+        " as http://host:8000 (or with /v1)",
+    ),
+}
+TINKER_PATHS = ("/oai/api/v1", "/api/v1")  # the service's API for OpenAI's clients, and its own
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +88,10 @@ class HttpScorer:
         self.model = plan.model_name or ""  # if empty, the checks at the start set it to the listed model
         self.bill = Bill()
         self._vocab_size = vocab_size
-        self._endpoints = [self._scoring_endpoint(url) for url in plan.url]
+        try:
+            self._endpoints = [self._scoring_endpoint(url) for url in plan.url]
+        except RewardError as error:  # an address or a proxy that cannot be used
+            raise RunError(f"teacher {name}: {error}") from None
         self._busy = [0] * len(self._endpoints)
         self._answered = time.monotonic()
 
@@ -96,13 +109,17 @@ class HttpScorer:
         """
         key, (limits, gives_up) = self._api_key(), self._limits(retry_seconds)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return Endpoint(_joined(url, path), headers, limits, ADVICE, method=method, gives_up=gives_up)
+        return Endpoint(
+            below(server_root(url, self.protocol.path), path), headers, limits, ADVICE, method=method, gives_up=gives_up
+        )
 
     def _scoring_endpoint(self, url: str) -> Endpoint:
         if self.plan.server != "tinker":
             return self.endpoint(url, self.protocol.path)
         limits, gives_up = self._limits(None)
-        return TinkerEndpoint(url, self.model, self._api_key(), limits, ADVICE, gives_up=gives_up)
+        return TinkerEndpoint(
+            server_root(url, *TINKER_PATHS), self.model, self._api_key(), limits, ADVICE, gives_up=gives_up
+        )
 
     def _limits(self, retry_seconds: float | None) -> tuple[RequestLimits, bool]:
         """Return (limits of requests, whether retries have a time limit)."""
@@ -253,15 +270,6 @@ class HttpScorer:
         if not key:
             raise RunError(f"{self.plan.name}.http.api_key_env: the environment variable {variable} is not set here")
         return key
-
-
-def _joined(url: str, path: str) -> str:
-    """Return the URL of a path on a server.
-
-    `url` may already end with the first part of `path`, as in http://host/v1.
-    """
-    first = "/" + path.split("/")[1]
-    return url + path.removeprefix(first) if url.endswith(first) else url + path
 
 
 def _given_ids(wanted: Wanted) -> list[np.ndarray]:

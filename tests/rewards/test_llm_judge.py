@@ -244,8 +244,8 @@ def test_every_form_of_a_judges_url_gives_its_chat_url(url: str, whole: str) -> 
     [
         ({"judge_api_url": ""}, "needs judge_api_url"),
         ({"judge_model_name": ""}, "judge_model_name"),
-        ({"judge_api_url": "host:8000"}, "'host:8000' is not a URL"),
-        ({"judge_api_url": "http://user:hidden@"}, "is not a URL"),
+        ({"judge_api_url": "host:8000"}, "'host:8000' is not an address"),
+        ({"judge_api_url": "http://user:hidden@"}, "is not an address"),
         ({"judge_api_key": "sk-\u00e4"}, "header Authorization"),
         ({"judge_model_type": "local"}, "is not api or inference"),
         ({"judge_prompt": "mine"}, "judge_prompt: 'mine' is not known; use one of match"),

@@ -16,7 +16,7 @@ from roll_opd.rewards.reward_registry import register
 
 ADVICE = {
     **dict.fromkeys(("http_401", "http_403"), "check headers"),
-    "http_404": "check url",
+    "http_404": "write in url the whole URL that scores, such as http://host:8000/score",
     **dict.fromkeys(("http_400", "http_422"), "the server rejects the format of the samples; check the server log"),
     "broken_json": 'the server must return {"rewards": [...]}, one per sample',
 }
