@@ -31,6 +31,7 @@ _ADVICE = {
     **dict.fromkeys(("context", "document", "documents"), "system or user"),
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
+ARGUMENTS = ("arguments", "parameters")  # keys of a tool call: OpenAI's, Llama's
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that may have the thoughts
 
 
@@ -167,16 +168,22 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a tool call whose arguments are an object. Chat templates encode the arguments themselves."""
     function = call.get("function")
     if not isinstance(function, Mapping):
-        function = {name: call[name] for name in ("name", "arguments") if name in call}
+        function = {name: call[name] for name in ("name", *ARGUMENTS) if name in call}
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError(f"{where}.function", "has no name")
-    arguments = function.get("arguments")
+    arguments = given_arguments(function)
     if isinstance(arguments, str):
         arguments = _json(arguments, f"{where}.function.arguments") if arguments.strip() else {}
         if isinstance(arguments, str):  # encoded twice
             arguments = _json(arguments, f"{where}.function.arguments")
-    rest = {name: item for name, item in call.items() if name not in ("name", "arguments", "function")}
-    return {"type": "function", **rest, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    rest = {name: item for name, item in call.items() if name not in ("name", *ARGUMENTS, "function")}
+    own = {name: item for name, item in function.items() if name not in ARGUMENTS}
+    return {"type": "function", **rest, "function": {**own, "arguments": {} if arguments is None else arguments}}
+
+
+def given_arguments(call: Mapping[str, Any]) -> Any:
+    """Return the arguments of a tool call as written; None if it has none."""
+    return next((call[name] for name in ARGUMENTS if call.get(name) is not None), None)
 
 
 def _json(text: str, where: str) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_opd.base.thoughts import thought_spans
+from roll_opd.data.messages import given_arguments
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HERMES = "hermes"  # format of Qwen and many other models: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
@@ -50,10 +51,20 @@ def _call(written: str) -> ToolCall | None:
     try:
         call = json.loads(written)
         if isinstance(call["name"], str):
-            return ToolCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False))
+            return ToolCall(call["name"], _as_json(given_arguments(call)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     return None
+
+
+def _as_json(arguments: Any) -> str:
+    """Return the arguments of a call as JSON. A call without arguments has an empty object, as in OpenAI's API."""
+    if isinstance(arguments, str):  # already encoded, or a single text
+        try:
+            return _as_json(json.loads(arguments)) if arguments.strip() else "{}"
+        except ValueError:
+            pass
+    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
@@ -111,7 +122,8 @@ def _vllm_parser(name: str, tokenizer: Any) -> ToolCallParser:
             found = reader.extract_tool_calls(text, request)
         except Exception:  # parsers may fail on malformed output of a model
             return text, []
-        calls = [ToolCall(call.function.name, call.function.arguments) for call in found.tool_calls]
+        written = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        calls = [ToolCall(name, "{}" if given.strip() in ("", "null") else given) for name, given in written]
         return (found.content or "", calls) if found.tools_called else (text, [])
 
     def read(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:

@@ -12,7 +12,8 @@ import numpy as np
 import openai
 import psutil
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.tool_calls import HERMES, ToolCall, find_parser, read_hermes
@@ -24,6 +25,7 @@ from roll_opd.workflows.model_wrapper import ModelWrapper
 from roll_opd.workflows.run_state import RUN, RunState
 from roll_opd.workflows.workflow_experience import WorkflowError
 from roll_opd.workflows.workflow_interface import Task
+from tests.teachers.tokenizer_kinds import content
 from tests.workflows.sampled import Sampled
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -212,6 +214,30 @@ def test_what_a_client_can_ask_for(tokenizer: Any) -> None:
         assert [model.id async for model in await client.models.list()] == ["m"]
 
     served(script, tokenizer, "a9<|end|>", "b9", "c9<|end|>", "d" * 200 + "<|end|>", "3<|end|>")
+
+
+def test_the_bytes_of_tokens_are_those_of_the_answer() -> None:
+    """A character that is cut into tokens is joined again from their bytes; byte-level and SentencePiece."""
+    for kind in ("byte_level", "bytes_only", "llama", "gemma", "unigram_bytes"):
+        one = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content(kind))))
+        one.chat_template, one.eos_token = WITH_TOOLS, "<|end|>"
+
+        async def script(served: Served) -> Any:
+            served.run()
+            done = await served.model.get_openai_async_client().chat.completions.create(
+                model="m",
+                messages=ASKED,
+                logprobs=True,
+                extra_body={"audio": None, "top_logprobs": 0, "unheard_of": None},
+            )
+            return done.choices[0]
+
+        choice = served(script, one, "é 龍🙂 x<|end|>")
+        entries = choice.logprobs.content
+        assert b"".join(bytes(entry.bytes) for entry in entries).strip() == "é 龍🙂 x<|end|>".encode(), kind
+        assert choice.message.content.strip() == "é 龍🙂 x"
+        assert all(entry.token.encode() == bytes(entry.bytes) for entry in entries if "\ufffd" not in entry.token), kind
+        assert any("\ufffd" in entry.token for entry in entries), kind
 
 
 WRONG = {
@@ -477,6 +503,9 @@ F, G = (f'<tool_call>{{"name": "{name}"}}</tool_call>' for name in "fg")
         (f"<think>the form is <tool_call></think>{F}", "<think>the form is <tool_call></think>", [ToolCall("f", "{}")]),
         (f"<tool_call>{{x</tool_call>{F}{G}", "<tool_call>{x</tool_call>", [ToolCall("f", "{}"), ToolCall("g", "{}")]),
         (f'<tool_call>{{"name": {F}', '<tool_call>{"name":', [ToolCall("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [ToolCall("f", "{}")]),
+        ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", [ToolCall("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [ToolCall("f", '{"a": 1}')]),
     ],
 )  # fmt: skip
 def test_tool_calls_as_hermes_writes_them(text: str, content: str, calls: list[ToolCall]) -> None:

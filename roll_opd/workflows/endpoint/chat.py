@@ -18,7 +18,7 @@ STREAMED_CHARACTERS = 64  # per chunk
 # sampling parameters, with the names of `ModelWrapper.chat`
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "max_completion_tokens", "stop", "n")
 _TEMPLATE = ("chat_template_kwargs", "continue_final_message")
-_READ = ("messages", "model", "tools", "tool_choice", "stream", "stream_options", "logprobs")
+_READ = ("messages", "model", "tools", "tool_choice", "stream", "stream_options", "logprobs", "top_logprobs")
 # ignored, as the run sets the seeds and always has log-probs
 _IGNORED = (
     *("seed", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity"),
@@ -34,7 +34,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "functions": ([],),
@@ -93,8 +92,11 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(request, dict):
         raise Refusal(400, f"the body is a JSON {type(request).__name__}, expected an object")
+    request = {name: value for name, value in request.items() if value is not None}  # a null is an absent field
+    if request.get("top_logprobs"):
+        raise _wrong("top_logprobs", "the engine returns only the log-probs of sampled tokens; omit top_logprobs")
     for name, value in request.items():
-        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+        if name in _NEUTRAL and value not in _NEUTRAL[name]:
             raise _wrong(name, f"{value!r} is not supported: it would change the sampled distribution; omit {name}")
         if name not in (*_SAMPLING, *_TEMPLATE, *_READ, *_IGNORED, *_NEUTRAL):
             raise _wrong(name, f"is not a known parameter; omit {name}")
@@ -155,11 +157,11 @@ def as_message(text: str, tools: Sequence[Mapping[str, Any]], parse: ToolCallPar
 
 @dataclass(frozen=True)
 class Answer:
-    """One choice of a chat completion: message, finish reason, token texts and log-probs."""
+    """One choice of a chat completion: message, finish reason, tokens and log-probs."""
 
     message: dict[str, Any]
     finish_reason: str
-    tokens: Sequence[str]
+    tokens: Sequence[tuple[str, bytes | None]]  # text and bytes, which are None if they are not known
     logprobs: Sequence[float]
 
     @property
@@ -171,8 +173,8 @@ class Answer:
     def token_logprobs(self) -> dict[str, Any]:
         """All tokens and their log-probs in OpenAI's format."""
         entries = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
-            for text, logprob in zip(self.tokens, self.logprobs, strict=True)
+            {"token": text, "logprob": logprob, "bytes": None if data is None else list(data), "top_logprobs": []}
+            for (text, data), logprob in zip(self.tokens, self.logprobs, strict=True)
         ]
         return {"content": entries, "refusal": None}
 

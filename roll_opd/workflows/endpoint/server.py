@@ -15,6 +15,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from aiohttp import web
@@ -22,6 +23,8 @@ from jinja2 import TemplateError
 
 from roll_opd.base.thoughts import after_thoughts, opens_a_thought
 from roll_opd.inference.tool_calls import ToolCallParser
+from roll_opd.models.model_files import ModelFilesError
+from roll_opd.models.token_bytes import token_bytes
 from roll_opd.workflows.call_tree import Call, text_of, without_end, without_special
 from roll_opd.workflows.endpoint.chat import Answer, ChatRequest, Refusal, as_message, completion, read_request, stream
 from roll_opd.workflows.model_wrapper import ModelWrapper
@@ -308,9 +311,24 @@ class PolicyServer:
         return head, chat, answers, usage | {"total_tokens": sum(usage.values())}
 
     def _choice(self, response: Experience, call: Call, chat: ChatRequest) -> Answer:
-        tokens = [self._model.tokenizer.decode([token]) for token in call.completion.tokens] if chat.logprobs else []
+        tokens = list(map(self._token, call.completion.tokens.tolist())) if chat.logprobs else []
         logprobs = call.completion.logprobs.tolist() if chat.logprobs else []
         return Answer(dict(call.answer()), call.completion.finish_reason, tokens, logprobs)
+
+    @cached_property
+    def _bytes(self) -> tuple[bytes, ...]:
+        """Bytes of each token id; empty if the format of the tokenizer does not determine them."""
+        try:
+            return token_bytes(json.loads(self._model.tokenizer.backend_tokenizer.to_str())).by_id
+        except (AttributeError, ModelFilesError):  # a tokenizer in Python; WordPiece
+            return ()
+
+    def _token(self, token: int) -> tuple[str, bytes | None]:
+        """Return the text and the bytes of a token. A part of a character has bytes that are not text."""
+        if token < len(self._bytes):
+            return self._bytes[token].decode(errors="replace"), self._bytes[token]
+        text = self._model.tokenizer.decode([token])
+        return text, None if "\ufffd" in text else text.encode(errors="replace")
 
     def _session_of(self, request: web.Request) -> RunSession:
         """Return the session of a request.
