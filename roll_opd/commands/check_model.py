@@ -19,7 +19,10 @@ from roll_opd.base.terminal import echo
 from roll_opd.cluster.multihost import torch_ranks
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import run_temp_directory
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import Layout
 from roll_opd.models.families import FAMILIES
+from roll_opd.models.layouts import check_layout
 from roll_opd.models.model_files import decoder_config, read_json, stored_tensors, weight_files
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.supported import unsupported
@@ -73,12 +76,15 @@ def _rows(
     wanted = _hugging_face(info.path, "float32", sequences)
     for tp in TENSOR_RANKS:
         ranks = "one tensor rank" if tp == 1 else f"{tp} tensor ranks"
-        if info.kv_heads % tp:
-            yield f"engine on {ranks}: skipped, as {info.kv_heads} key/value heads are not divisible", True
+        etp = 1 if info.has_expert_bias else tp
+        of_layout = Diagnostics()
+        check_layout(info, Layout(tp=tp, etp=etp), {}, of_layout)
+        if of_layout.problems:
+            yield f"engine on {ranks}: skipped, as {'; '.join(of_layout.problems)}", True
             continue
         output = directory / f"tp{tp}"
         output.mkdir()
-        settings = {"model": str(info.path), "tp": tp, "sequences": sequences, "directory": str(output)}
+        settings = {"model": str(info.path), "tp": tp, "etp": etp, "sequences": sequences, "directory": str(output)}
         command = {"ranks": tp, "hosts": 1, "module": "roll_opd.megatron.parity_ranks"}
         if torch_ranks.start({**command, "arguments": [json.dumps(settings)]}).wait():
             yield f"engine on {ranks}: it failed, see above", False

@@ -40,12 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Replace this process with the server. Return 2 for invalid input."""
     # the argument parser must not need a package
+    from roll_opd.config.diagnostics import Diagnostics
+    from roll_opd.models.layouts import check_tensor_parallel
+    from roll_opd.models.model_files import engine_problem
     from roll_opd.models.model_info import ModelFilesError, find_model, read_model
+    from roll_opd.models.weight_files import weight_problems
 
+    diagnostics = Diagnostics()
     try:
-        directory = read_model(find_model(options.model)).path
+        info = read_model(find_model(options.model))
+        directory = info.path
+        diagnostics.problems.extend([*weight_problems(info), *filter(None, [engine_problem(directory)])])
+        if options.tp < 1:
+            diagnostics.error("--tp", f"{options.tp} is not a number of devices; give 1 or more")
+        else:
+            check_tensor_parallel(info, options.tp, "--tp", diagnostics, copies_kv_heads=True)
     except ModelFilesError as error:
-        echo(f"roll-opd: {error}", sys.stderr)
+        diagnostics.problems.append(str(error))
+    if diagnostics.problems:
+        echo("roll-opd: " + "\n  ".join(diagnostics.problems), sys.stderr)
         return USER_ERROR
     key = os.environ.get(options.api_key_env or "", "")
     if options.api_key_env and not key:

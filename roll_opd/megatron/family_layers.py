@@ -120,11 +120,13 @@ class ExpertOutput(RowParallelLinear):
 class BiasedExperts(SequentialMLP):
     """Experts with biases. Exactly one expert-tensor rank is supported.
 
-    If there were several ranks, each of them would add the output bias.
+    If there were several ranks, each of them would add the output bias. `check_layout` refuses such a layout.
     """
 
     def __init__(self, experts: int, config: TransformerConfig, *args: Any, **options: Any) -> None:
         config = copy.copy(config)
+        if config.expert_tensor_parallel_size != 1:
+            raise ValueError("experts with biases cannot be split over ranks; use expert_tensor_parallel_size 1")
         config.add_bias_linear = True
         super().__init__(experts, config, *args, **options)
         expert: Any

@@ -14,13 +14,13 @@ from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import save_hf
 
 
-def write_parity(model: str, tp: int, sequences: list[list[int]], directory: Path) -> None:
+def write_parity(model: str, tp: int, etp: int, sequences: list[list[int]], directory: Path) -> None:
     """Write the log-probs of `sequences`, and export the model. Collective.
 
     - `logprobs.npz` in `directory`: sequence number -> f32 [T-1]
     - `hf/` in `directory`: the exported model
     """
-    layout = Layout(tp=tp)
+    layout = Layout(tp=tp, etp=etp)
     plan = MegatronPlan("check-model", ModelPlan(model), tuple(range(tp)), layout, MicroBatchLimits())
     engine = MegatronEngine(plan, seed=0)
     found = engine.compute_logprobs([(np.array(tokens, dtype=np.int64), 1) for tokens in sequences], 1.0)
@@ -33,4 +33,4 @@ def write_parity(model: str, tp: int, sequences: list[list[int]], directory: Pat
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
-    write_parity(settings["model"], settings["tp"], settings["sequences"], Path(settings["directory"]))
+    write_parity(**{**settings, "directory": Path(settings["directory"])})

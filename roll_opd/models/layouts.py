@@ -110,3 +110,9 @@ def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) ->
             f"the width of an expert of {info.path.name} ({info.expert_intermediate}) is not divisible by {etp}; use a"
             " divisor of it",
         )
+    if info.has_expert_bias and etp > 1:  # each of the ranks would add the bias
+        diagnostics.error(
+            "expert_tensor_parallel_size",
+            f"the experts of {info.path.name} have biases, so an expert cannot be split over {etp} ranks; set"
+            " expert_tensor_parallel_size: 1",
+        )

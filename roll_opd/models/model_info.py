@@ -86,6 +86,7 @@ class ModelInfo:
     windows: tuple[int, ...] = ()  # per layer, keys that a query sees (0: all before it); empty: no windows
     logit_cap: float | None = None  # cap of the output logits; None: no cap
     norms: int = 2  # norms per layer, without the norms of queries and keys
+    has_expert_bias: bool = False
     has_f32_norms: bool = False  # norms copy their input to f32
     positions_key: str = "max_position_embeddings"  # key of config.json with `max_positions`
 
@@ -251,6 +252,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         windows=pieces.windows,
         logit_cap=pieces.logit_cap,
         norms=4 if pieces.norms == "both" else 2,
+        has_expert_bias=pieces.expert_bias,
         has_f32_norms=pieces.zero_centred_norms,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))

@@ -49,8 +49,12 @@ def not_yet(role: MegatronPlan) -> list[str]:
     config = decoder_config(read_json(Path(role.model.path) / "config.json"))
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
-    if family and not sentences:
-        sentences += _of_role(role, config, family)
+    if isinstance(role, TrainPlan) and config.get("quantization_config") and not sentences:
+        sentences.append(
+            "training of weights in MXFP4 is not available, because inference engines would keep quantised experts but"
+            " receive updates in bf16; save the model in bf16 first (from_pretrained, then save_pretrained of"
+            " transformers)"
+        )
     if isinstance(role, TrainPlan) and role.lora and family and not family.has_adapters:
         sentences.append(f"adapters (LoRA) of models of type {model_type} are not available; train all weights")
     biased = [name for name, each in FAMILIES.items() if each.router.startswith("biased")]
@@ -62,20 +66,6 @@ def not_yet(role: MegatronPlan) -> list[str]:
     if isinstance(role, TrainPlan) and role.model.dtype == "fp16":
         sentences.append("training in fp16 is not available; use bf16 or fp32")
     return [f"{role.name}: {sentence}" for sentence in sentences]
-
-
-def _of_role(role: MegatronPlan, config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    if isinstance(role, TrainPlan) and config.get("quantization_config"):
-        yield (
-            "training of weights in MXFP4 is not available, because inference engines would keep quantised experts but"
-            " receive updates in bf16; save the model in bf16 first (from_pretrained, then save_pretrained of"
-            " transformers)"
-        )
-    if family.pieces(config).expert_bias and role.layout.expert_tp > 1:
-        yield (
-            f"experts with biases cannot be split over {role.layout.expert_tp} ranks (expert_tensor_parallel_size);"
-            " use expert_tensor_parallel_size: 1"
-        )
 
 
 def unsupported(path: Path) -> list[str]:
