@@ -5,7 +5,6 @@ synchronously. Every other tracker runs in a background thread, so that a hangin
 """
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from roll_opd.base.full_disk import reason
+from roll_opd.base.installed import is_installed
 from roll_opd.base.registry import Registry
 from roll_opd.base.terminal import warn
 from roll_opd.tracking.run_directory import METRICS, RunDirectory
@@ -83,7 +83,8 @@ def lacking(names: Iterable[str]) -> list[str]:
     for name in names:
         builtin = name in TRACKERS.builtin
         modules = TRACKERS.facts(name).packages if builtin else (name.partition(".")[0],) if "." in name else ()
-        absent = [module for module in modules if sys.modules.get(module) is None and find_spec(module) is None]
+        # a user's tracker may be in a folder of the user, the packages of other trackers may not
+        absent = [module for module in modules if not (is_installed(module) or (not builtin and find_spec(module)))]
         if not absent:
             continue
         remedy = f"run `pip install 'roll_opd[{name}]'`" if builtin else "put it on PYTHONPATH"

@@ -181,6 +181,31 @@ def test_trackers_agree_and_resume_replaces_later_steps(run: RunDirectory, capsy
     assert rows == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_charts_go_on_after_resumes(run: RunDirectory) -> None:
+    """The event files of an interrupted run are those of a run without a resume, also if steps are repeated."""
+
+    def metrics(step: int) -> dict[str, float]:
+        late, early = float(step == 9), float(step == 1)
+        return {
+            **{"rollout/filtered_prompts": early, "actor/ratio_mean": 1.0 + late, "critic/clipfrac": 0.0},
+            **{"opd/x": 0.1 * step, "opd/same": 0.1 * step, "opd/other": 0.1 * step + early},
+        }
+
+    def part(resume_step: int | None, last: int) -> None:
+        trackers = Trackers.open(("tensorboard",), run, resume_step=resume_step)
+        for step in range((resume_step or 0) + 1, last + 1):
+            trackers.log(step, metrics(step))
+        trackers.close()
+
+    part(None, 3)
+    for resume_step, last in ((2, 5), (5, 9), (6, 12)):
+        RunDirectory.resume(run.path, step=resume_step)
+        part(resume_step, last)
+    found = {name: [step for step, _ in points] for name, points in scalars(run.tensorboard).items()}
+    charts = ("rollout/filtered_prompts", "actor/ratio_mean", "opd/x", "opd/other")
+    assert found == {name: [*range(1, 13)] for name in charts}
+
+
 def test_a_tracker_gets_its_own_arguments(run: RunDirectory, tmp_path: Path) -> None:
     args = {"tensorboard": {"log_dir": str(tmp_path / "tb")}, "test_trackers.Recorder": {"greeting": "hello"}}
     trackers = Trackers.open(args, run, resume_step=7, args=args)

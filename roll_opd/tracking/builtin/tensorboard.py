@@ -5,10 +5,11 @@ A metric gets no chart if it always equals another metric or always has its defa
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from roll_opd.tracking.run_directory import SAMPLES, RunDirectory
+from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl, write_atomic
 from roll_opd.tracking.trackers import register
 
 # Metrics with a default value: seconds of an unused phase, counts of rare events, the KL loss without a reference
@@ -18,6 +19,7 @@ DEFAULTS = (
     (re.compile(r"(actor|critic)/(skipped_updates|clipfrac)|actor/(kl_loss|approx_kl)"), 0.0),
     (re.compile(r"actor/ratio_mean"), 1.0),
 )
+CHARTS = "charts.json"  # names of the metrics that have a chart
 DIGITS = 9  # duplicates may differ in summation order, so they are compared with a tolerance
 
 
@@ -28,8 +30,9 @@ class ChartedMetrics:
     one value differs, all points of the metric are returned.
     """
 
-    def __init__(self) -> None:
-        self._shown: set[str] = set()
+    def __init__(self, shown: Iterable[str] = ()) -> None:
+        """`shown`: metrics that already have a chart."""
+        self.shown = set(shown)
         self._held: dict[str, list[tuple[int, float]]] = {}  # points of metrics that are withheld so far
         self._histories: dict[str, int] = {}  # name -> hash of all steps and values
 
@@ -42,15 +45,15 @@ class ChartedMetrics:
             self._histories[name] = hash((self._histories.get(name), step, f"{value:.{DIGITS}g}"))
         new = []
         for name, value in metrics.items():
-            if name in self._shown:
+            if name in self.shown:
                 new.append((name, step, value))
             else:
                 self._held.setdefault(name, []).append((step, value))
-        charted = {self._histories[name] for name in self._shown}
+        charted = {self._histories[name] for name in self.shown}
         for name, points in list(self._held.items()):
             if self._histories[name] not in charted and any(value != _default(name) for _, value in points):
                 charted.add(self._histories[name])
-                self._shown.add(name)
+                self.shown.add(name)
                 new += [(name, *point) for point in self._held.pop(name)]
         return new
 
@@ -69,7 +72,9 @@ TEXT_GROWTH = 1.25  # ratio of successive steps with samples: 30 such steps in 1
 class TensorBoardTracker:
     """Writes TensorBoard event files.
 
-    A resumed run repeats some steps. TensorBoard then hides the old events of these steps.
+    A resumed run repeats some steps. TensorBoard then hides the old events of these steps. A metric that has a chart
+    keeps it: the names are stored beside the event files, and the earlier points of the other metrics are read from
+    metrics.jsonl.
     """
 
     def __init__(self, run: RunDirectory, resume_step: int | None, log_dir: str | None = None) -> None:
@@ -77,7 +82,12 @@ class TensorBoardTracker:
 
         purge_step = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(log_dir=log_dir or str(run.tensorboard), purge_step=purge_step)
-        self._curves = ChartedMetrics()
+        self._charts = Path(self._writer.log_dir) / CHARTS
+        known = resume_step is not None and self._charts.exists()
+        self._curves = ChartedMetrics(json.loads(self._charts.read_text(encoding="utf-8")) if known else ())
+        for row in read_jsonl(run.path / METRICS) if resume_step is not None else ():
+            if row["step"] <= resume_step:  # these points are in the event files
+                self._curves.add(row["step"], {name: value for name, value in row.items() if name != "step"})
         self._points: list[tuple[str, int, float]] = []
         self._step = -1
         self._samples = run.path / SAMPLES
@@ -89,8 +99,11 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step != self._step:  # after an error, `log` is called again with the same step
+            before = len(self._curves.shown)
             self._points = self._curves.add(step, metrics)
             self._step = step
+            if len(self._curves.shown) > before:
+                write_atomic(self._charts, json.dumps(sorted(self._curves.shown)))
         for name, at, value in self._points:
             self._writer.add_scalar(name, value, global_step=at)
         if step >= self._next_texts:
