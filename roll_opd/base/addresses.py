@@ -4,13 +4,14 @@ Every HTTP client of the package gets its proxy from `proxy_of`. Libraries with 
 the environment variables; `exempt_loopback` adds this machine to NO_PROXY for them.
 """
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit, urlunsplit
+
+from roll_opd.base.installed import is_installed
 
 OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses", "/v1/embeddings")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -51,7 +52,7 @@ def proxy_of(url: str) -> Proxy | None:
     remedy = f"correct {name}, or add {host} to NO_PROXY"
     if scheme not in ("http", "https", "socks5", "socks5h") or not urlsplit(proxy.url).hostname:
         raise ValueError(f"{proxy} is not a proxy such as http://host:3128; {remedy}")
-    if scheme.startswith("socks") and importlib.util.find_spec("socksio") is None:
+    if scheme.startswith("socks") and not is_installed("socksio"):
         raise ValueError(f"{proxy} needs the package socksio; run `pip install socksio`, or {remedy}")
     return proxy
 

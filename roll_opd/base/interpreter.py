@@ -78,6 +78,7 @@ def _is_there(name: str) -> bool:
     except metadata.PackageNotFoundError:
         pass
     try:
-        return util.find_spec(MODULES.get(name.lower(), name.replace("-", "_"))) is not None
+        spec = util.find_spec(MODULES.get(name.lower(), name.replace("-", "_")))
     except ImportError:  # the import of the parent package fails
         return False
+    return spec is not None and spec.origin is not None  # None: a folder without code

@@ -12,9 +12,10 @@ from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from roll_opd.base.installed import is_installed
 
 # name -> import errors that transformers 5.19 and vLLM 0.32 treat like a missing package
 COMPANIONS: dict[str, tuple[type[Exception], ...]] = {
@@ -30,7 +31,7 @@ def check(name: str) -> None:
     Some import errors are ignored, because transformers and vLLM handle them. All other errors are raised, because a
     library that imports the package would raise them too.
     """
-    if find_spec(name) is None:
+    if not is_installed(name):
         return
     try:
         import_module(name)
@@ -102,5 +103,5 @@ def import_without_torchvision() -> None:
     """Make `IMPORTER` importable if torchvision is missing or hidden. Repeated calls have no effect."""
     known = any(isinstance(finder, _ImporterFinder) for finder in sys.meta_path)
     is_hidden = "torchvision" in sys.modules and sys.modules["torchvision"] is None
-    if not known and (is_hidden or find_spec("torchvision") is None):
+    if not known and (is_hidden or not is_installed("torchvision")):
         sys.meta_path.insert(0, _ImporterFinder())

@@ -16,9 +16,10 @@ from pathlib import Path
 from types import ModuleType
 
 from roll_opd.base.failures import place_of
+from roll_opd.base.installed import MODULE_PATH
 from roll_opd.base.paths import PathError, find_path, places
 
-VARIABLE = "ROLL_OPD_MODULE_PATH"  # the directories, for worker processes
+VARIABLE = MODULE_PATH  # the directories, for worker processes
 FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")  # path/to/file.py:name
 
 _appended: set[str] = set()  # directories on sys.path because of this module

@@ -29,6 +29,7 @@ from roll_opd.base.command_line import (
     without_collections,
 )
 from roll_opd.base.failures import os_sentence, print_unexpected
+from roll_opd.base.installed import refuse_shadowing_files
 from roll_opd.base.interpreter import REMEDY, lacking
 from roll_opd.commands import demo, serve_teacher
 
@@ -205,6 +206,9 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+WITHOUT_ENGINES = ("demo", "report", "audit", "doctor")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `roll-opd`. It has a subparser for each row of `COMMANDS`."""
     parser = argparse.ArgumentParser(prog="roll-opd", description="On-policy distillation of language models.")
@@ -233,6 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     safe_output()
     exempt_loopback()
     parsed = parse(arguments)
+    if parsed.command not in WITHOUT_ENGINES:
+        refuse_shadowing_files()
     try:
         with without_collections():
             return COMMANDS[parsed.command].run(parsed)

@@ -43,6 +43,7 @@ from roll_opd.base.failures import (
     shortened,
 )
 from roll_opd.base.full_disk import FULL, DiskFull, reason
+from roll_opd.base.installed import refuse_shadowing_files
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server, wanted_by
@@ -97,6 +98,7 @@ def main(
     parser = argparse.ArgumentParser(description=description)
     is_open = pure is None and pipeline is None
     add_config_arguments(parser, takes_pipeline=is_open)
+    refuse_shadowing_files()
     parsed = parser.parse_intermixed_args(arguments)
     chosen = pipeline_arguments(parsed) if is_open else {"pure": pure, "pipeline": pipeline}
     return launch(parsed, **chosen, backend=backend)

@@ -16,7 +16,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from roll_opd.base.installed import is_installed
 from roll_opd.megatron.attention import blocks_of_similar_size
 
 CHUNK = 64  # tokens
@@ -192,7 +192,7 @@ def _fla_trains() -> bool:
 
     version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
     is_hopper = torch.cuda.get_device_capability()[0] == 9
-    return not (is_hopper and (3, 4, 0) <= version < (3, 7, 1)) or find_spec("tilelang") is not None
+    return not (is_hopper and (3, 4, 0) <= version < (3, 7, 1)) or is_installed("tilelang")
 
 
 def _fused(

@@ -5,7 +5,6 @@ number of requests, and repeats failed requests.
 """
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from roll_opd.base.failures import RunError
+from roll_opd.base.installed import is_installed
 from roll_opd.rewards.endpoint import Answer, AttemptFailed, Endpoint, RequestLimits
 
 WEIGHTS = "tinker://"  # prefix of paths of saved weights; other names are base models
@@ -37,7 +37,7 @@ class TinkerEndpoint(Endpoint):
             model: name of a base model, or path of saved weights, such as tinker://RUN/sampler_weights/NAME.
             key: the API key. If it is empty, the package reads the key from the environment variable TINKER_API_KEY.
         """
-        if importlib.util.find_spec("tinker") is None:
+        if not is_installed("tinker"):
             raise RunError("http.server: tinker requires the package tinker; run pip install tinker")
         super().__init__(url, {"X-API-Key": key} if key else {}, limits, advice, gives_up=gives_up)
         self._model, self._key = model, key
