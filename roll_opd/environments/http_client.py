@@ -67,7 +67,7 @@ class RemoteEnvironment(Environment):
         self._via = f" (through the proxy {proxy}; NO_PROXY lists hosts that are asked directly)" if proxy else ""
         own = {"Content-Type": "application/json", **(headers or {})}
         # certificates are loaded only for https, as loading takes most of the constructor's time
-        transport = httpx.HTTPTransport(verify=url.startswith("https://"), proxy=proxy and proxy.url)
+        transport = httpx.HTTPTransport(verify=url.startswith("https://"), proxy=proxy.url if proxy else None)
         self._client = httpx.Client(timeout=timeout, headers=own, transport=transport)
         self._episode: str | None = None
         self._step, self._repeats = 0, False

@@ -173,7 +173,7 @@ class Endpoint:
         self._client = httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_exchange` limits the total time
-            transport=httpx.AsyncHTTPTransport(limits=limits, proxy=self._proxy and self._proxy.url),
+            transport=httpx.AsyncHTTPTransport(limits=limits, proxy=self._proxy.url if self._proxy else None),
         )
 
     @property
