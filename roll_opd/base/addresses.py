@@ -1,4 +1,4 @@
-"""Addresses of HTTP servers: the form in which a user writes them, and the proxy through which they are reached.
+"""Addresses of HTTP servers: the forms in which users write them, and the proxy of each address.
 
 Every HTTP client of the package gets its proxy from `proxy_of`. Libraries with their own client, such as trackers, read
 the environment variables; `exempt_loopback` adds this machine to NO_PROXY for them.
@@ -31,11 +31,11 @@ class Proxy:
 
 
 def proxy_of(url: str) -> Proxy | None:
-    """Return the proxy that the environment names for `url`; None if the server is asked directly.
+    """Return the proxy that the environment names for `url`; None for a direct connection.
 
     As for curl and requests, the variables are HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, and a name in lower
     case goes first. NO_PROXY lists host names with their subdomains, addresses, networks (10.0.0.0/8), or `*`; each may
-    have a port. A loopback address is never asked through a proxy. Raises ValueError for a proxy that cannot be used.
+    have a port. A loopback address never has a proxy. Raises ValueError for a proxy that cannot be used.
     """
     parts = urlsplit(url)
     host = parts.hostname or ""

@@ -64,7 +64,7 @@ class RemoteEnvironment(Environment):
             proxy = proxy_of(url)
         except ValueError as error:
             raise EnvironmentFailure(f"url {url}: {error}") from None
-        self._via = f" (through the proxy {proxy}; NO_PROXY lists hosts that are asked directly)" if proxy else ""
+        self._via = f" (through the proxy {proxy}; NO_PROXY lists hosts without a proxy)" if proxy else ""
         own = {"Content-Type": "application/json", **(headers or {})}
         # certificates are loaded only for https, as loading takes most of the constructor's time
         transport = httpx.HTTPTransport(verify=url.startswith("https://"), proxy=proxy.url if proxy else None)

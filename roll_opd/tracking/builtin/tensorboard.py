@@ -73,7 +73,7 @@ class TensorBoardTracker:
     """Writes TensorBoard event files.
 
     A resumed run repeats some steps. TensorBoard then hides the old events of these steps. A metric that has a chart
-    keeps it: the names are stored beside the event files, and the earlier points of the other metrics are read from
+    keeps it: the names are stored next to the event files, and the earlier points of the other metrics are read from
     metrics.jsonl.
     """
 
