@@ -100,6 +100,14 @@ def regular_file(path: Path) -> Path:
         raise PathError(os_sentence(error)) from None
 
 
+def is_hidden(path: Path) -> bool:
+    """Return whether a part of a relative path begins with a point, such as `._rows.jsonl` or `.ipynb_checkpoints`.
+
+    Systems and editors write such files beside the files of a user.
+    """
+    return any(part.startswith(".") for part in path.parts)
+
+
 def content(path: Path) -> bytes:
     """Return the content of a regular file; raise PathError if the file is empty or not regular."""
     try:

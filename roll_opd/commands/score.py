@@ -25,7 +25,8 @@ from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.commands import score_rows
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout
-from roll_opd.data.rows import DataError
+from roll_opd.data.files import open_file
+from roll_opd.data.rows import BadRow, DataError
 from roll_opd.models.layouts import check_layout
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.supported import unsupported
@@ -204,23 +205,17 @@ def _check_rows(path: Path, info: ModelInfo, scored: int, diagnostics: Diagnosti
     """Check the rows of the input. `scored` is the number of token ids over which log-probs are normalised."""
     bad = rows = 0
     try:
-        with regular_file(path).open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                rows += 1
-                reason = _bad_row(line, info, scored)
-                bad += reason is not None
-                if reason and bad <= ROWS_NAMED:
-                    diagnostics.error(f"--input {path}:{number}", reason)
+        for number, _, row in open_file(str(regular_file(path))).scan():
+            rows += 1
+            reason = _bad_row(row, info, scored)
+            bad += reason is not None
+            if reason and bad <= ROWS_NAMED:
+                diagnostics.error(f"--input {path}:{number}", reason)
     except OSError as error:
         diagnostics.error("--input", os_sentence(error))
         return
-    except PathError as error:
+    except (PathError, DataError) as error:
         diagnostics.error("--input", str(error))
-        return
-    except UnicodeDecodeError as error:
-        diagnostics.error("--input", f"{path} cannot be read: {error}")
         return
     if bad > ROWS_NAMED:
         diagnostics.error("--input", f"{bad - ROWS_NAMED} more of the {rows} rows are bad")
@@ -228,11 +223,12 @@ def _check_rows(path: Path, info: ModelInfo, scored: int, diagnostics: Diagnosti
         diagnostics.error("--input", f"{path} has no rows")
 
 
-def _bad_row(line: str, info: ModelInfo, scored: int) -> str | None:
+def _bad_row(row: Any, info: ModelInfo, scored: int) -> str | None:
+    if isinstance(row, BadRow):
+        return f'not a row {{"id", "tokens", "prompt_length"}}: {row.kind}: {row.detail}'
     try:
-        row = json.loads(line)
         tokens, prompt_length, _ = row["tokens"], row["prompt_length"], row["id"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (TypeError, KeyError) as error:
         return f'not a row {{"id", "tokens", "prompt_length"}}: {error!r}'
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         return "tokens must be a list of integers"

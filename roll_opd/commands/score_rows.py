@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.config.plan import DataPlan
+from roll_opd.data.files import open_file
+from roll_opd.data.rows import DataError
 from roll_opd.models.model_info import find_model, read_model
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 
@@ -54,13 +56,9 @@ def has_tokens(path: Path) -> bool:
     The result is also True if this row cannot be decoded or has no column of an answer. The reader of token rows then
     raises the error.
     """
-    if path.suffix == PARQUET:
-        return False
     try:
-        with path.open(encoding="utf-8") as lines:
-            first = next((line for line in lines if line.strip()), "{}")
-        row = json.loads(first)
-    except (OSError, ValueError, RecursionError):
+        _, _, row = next(open_file(str(path)).scan(), (0, 0, {}))
+    except (OSError, DataError):
         return True
     answers = {"messages", "conversations", "prompt", "instruction"}
     return not isinstance(row, dict) or "tokens" in row or answers.isdisjoint(row)

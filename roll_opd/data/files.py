@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from roll_opd.base.failures import os_sentence
-from roll_opd.base.paths import PathError, candidates, find_path, hub_hint, places, regular_file
+from roll_opd.base.paths import PathError, candidates, find_path, hub_hint, is_hidden, places, regular_file
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.formats import JsonArrayFile, is_array, is_parquet, refusal
+from roll_opd.data.formats import SAVED, JsonArrayFile, is_array, is_parquet, refusal, saved
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError, tag_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # suffixes of row files in a directory
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # files of a directory that describe a data set
 PARQUET_ROWS = 256  # number of rows decoded at a time; small, as a row may have a megabyte
 PARQUET_BUFFER = 2**20  # bytes of a column read at a time
 MAX_LINE = 2**26  # maximum bytes of a line; a file with longer lines is not JSONL and would fill the memory
@@ -74,7 +75,7 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
         if found is None:
             files = _matching(candidate)
         elif found.is_dir():
-            files = sorted(file for file in found.iterdir() if file.suffix in SUFFIXES and file.is_file())
+            files = files_below(found)
             if not files:
                 raise DataError(
                     f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}; add data files"
@@ -90,6 +91,22 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
     raise DataError(f"no file {name!r} from {places()}{below}; {advice}")
 
 
+def files_below(directory: Path, pattern: str = "*") -> list[Path]:
+    """Return the row files of a directory that match `pattern`, sorted.
+
+    Hidden files, files in hidden directories, and descriptions of a data set are no row files. Raises `DataError` if
+    `datasets` wrote the directory with save_to_disk, and `PathError` for a broken link.
+    """
+    if message := saved(directory):
+        raise DataError(message)
+    found = [
+        file
+        for file in directory.glob(pattern)
+        if file.suffix in SUFFIXES and file.name not in DESCRIPTIONS and not file.is_dir()
+    ]
+    return sorted(regular_file(file) for file in found if not is_hidden(file.relative_to(directory)))
+
+
 def _matching(pattern: str) -> list[Path]:
     """Return the files that match a pattern with *, ? or [ ].
 
@@ -98,6 +115,9 @@ def _matching(pattern: str) -> list[Path]:
     for place in candidates(pattern):
         files = [Path(match) for match in glob.glob(str(place), recursive=True)]
         if files := sorted(file.resolve() for file in files if file.is_file()):
+            for place in {file.parent for file in files if file.name in SAVED}:
+                if message := saved(place):
+                    raise DataError(message)
             return files
     return []
 
@@ -236,6 +256,8 @@ def _line_at(file: Any, position: int) -> bytes:
 def _decode(raw: bytes) -> Any:
     try:
         return json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return BadRow(NOT_JSON, f"the line is not UTF-8: {error.reason} at byte {error.start}")
     except (ValueError, RecursionError) as error:
         return BadRow(NOT_JSON, str(error)[:80])
 

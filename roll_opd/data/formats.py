@@ -24,13 +24,38 @@ FOREIGN = {
     b"BZh": ("compressed with bzip2", "unpack it (bunzip2 {name})"),
     b"\xfd7zXZ": ("compressed with xz", "unpack it (unxz {name})"),
     b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack or export it"),
-    b"ARROW1": ("an Arrow file", 'convert it: datasets.Dataset.from_file("{name}").to_parquet("rows.parquet")'),
+    b"ARROW1": (
+        "an Arrow file",
+        'convert it: pyarrow.parquet.write_table(pyarrow.feather.read_table("{name}"), "rows.parquet")',
+    ),
+    b"\xff\xff\xff\xff": (
+        "an Arrow file",
+        'convert it: datasets.Dataset.from_file("{name}").to_parquet("rows.parquet")',
+    ),
     b"SQLite format 3": ("an SQLite database", "export its rows"),
     b"\xff\xfe": ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
     b"\xfe\xff": ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
 }
 TABLES = {".csv": "a CSV file", ".tsv": "a table with tabs"}  # text formats that are recognised only by file name
 SEPARATORS = {".csv": ",", ".tsv": "\\t"}
+
+
+# file in a directory that `datasets` wrote with save_to_disk -> the part of it that becomes one Parquet file
+SAVED = {"state.json": "", "dataset_dict.json": '["train"]'}
+
+
+def saved(directory: Path) -> str | None:
+    """Return an error message with a remedy if `datasets` wrote the directory with save_to_disk, else None.
+
+    The rows are in Arrow files, and the JSON files of such a directory have no rows.
+    """
+    for name, part in SAVED.items():
+        if (directory / name).is_file() and (part or (directory / "dataset_info.json").is_file()):
+            return (
+                f"{directory} was written by save_to_disk, as Arrow files; convert it:"
+                f' datasets.load_from_disk("{directory}"){part}.to_parquet("rows.parquet"), and name the result'
+            )
+    return None
 
 
 def is_parquet(path: Path) -> bool:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from numbers import Number
 from typing import Any
 
 from roll_opd.base.frozen import FrozenDict, freeze
@@ -130,7 +131,7 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
         id=_text(own, "id") or fallback_id,
         tag=tag_of(own.get("tag")),
         prompt=encodable(json.dumps(raw, ensure_ascii=False, default=str), "the row"),
-        ground_truth=_text(own, "ground_truth") if isinstance(truth, str | int | float | Decimal) else None,
+        ground_truth=_text(own, "ground_truth") if isinstance(truth, str | Number) else None,
         extra=FrozenDict(raw),
     )
 
@@ -167,7 +168,7 @@ def is_null(value: Any) -> bool:
         return True
     if isinstance(value, Decimal):
         return value.is_nan()
-    return isinstance(value, float) and math.isnan(value)
+    return isinstance(value, Number) and value != value  # also NaN of NumPy's types
 
 
 def is_missing(value: Any) -> bool:
@@ -175,6 +176,18 @@ def is_missing(value: Any) -> bool:
     if isinstance(value, str):
         return not value.strip()
     return is_null(value) or (isinstance(value, float | Decimal) and not math.isfinite(value))
+
+
+def number_text(number: Any) -> str:
+    """Return the digits of a number. A whole number has one spelling: 42.0, Decimal("42.00") and 4.2e1 become "42".
+
+    A column of whole numbers in which one value is missing has floats in pandas and in Parquet.
+    """
+    if isinstance(number, int):
+        return str(number)
+    exact = Decimal(str(number))
+    is_whole = exact.is_finite() and exact == exact.to_integral_value()
+    return str(int(exact)) if is_whole else format(exact, "f")
 
 
 def tag_of(value: Any) -> str:
@@ -365,6 +378,6 @@ def _text(value: dict[str, Any], key: str) -> str | None:
         return None
     if isinstance(item, str):
         return encodable(item, key)
-    if isinstance(item, int | float | Decimal) and not isinstance(item, bool):
-        return str(item)
+    if isinstance(item, Number) and not isinstance(item, bool | complex):
+        return number_text(item)
     raise BadRow(WRONG_TYPE, f"{key} must be a text or a number, not {type(item).__name__}")

@@ -8,13 +8,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import ContextPlan
-from roll_opd.data.rows import BadRow, Row, is_missing
+from roll_opd.data.rows import BadRow, Row, is_missing, number_text
 from roll_opd.data.templates import PromptText, load_tokenizer, render_prompt, tokenize
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def _filled(text: str, row: Row, prompt: str, key: str) -> str:
         value = own[name] if name in own else row.extra.get(name)
         if is_missing(value):
             raise BadRow(NO_CONTEXT, f"{key}: no {name!r} in the row; write {{{{ }}}} for literal braces")
+        if isinstance(value, Number) and not isinstance(value, bool):
+            return number_text(value)
         return value if isinstance(value, str) else json.dumps(thaw(value), ensure_ascii=False)
 
     return _PART.sub(part, text)

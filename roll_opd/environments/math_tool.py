@@ -1,7 +1,6 @@
 r"""`math_python`: mathematics questions answered in \boxed{}, optionally after running Python programs."""
 
 import atexit
-import json
 import math
 import os
 import sys
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_opd.base.failures import os_sentence
+from roll_opd.data.files import open_file
+from roll_opd.data.rows import BadRow, DataError, number_text
 from roll_opd.environments.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
 from roll_opd.environments.game import SPECIAL_TOKENS, at_least, checked_seed, random_numbers
 from roll_opd.rewards.builtin.code_sandbox import UNSAFE
@@ -220,7 +221,7 @@ class MathPython(Environment):
 
 
 def questions(file: str, question_key: str, answer_key: str) -> Sequence[tuple[str, str]]:
-    """Return (question, answer) of each row of a JSONL file.
+    """Return (question, answer) of each row of a file.
 
     Raises `EnvironmentFailure` if a row is incomplete. The message names the line.
     """
@@ -235,29 +236,28 @@ def _read(file: str, question_key: str, answer_key: str, *_: int) -> Sequence[tu
     """Return the rows of a file. A process reads the file once, and reads it again if the file has changed."""
     rows = []
     try:
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    rows.append(_row(line, question_key, answer_key, f"{file}:{number}"))
+        for number, _, row in open_file(file).scan():
+            rows.append(_row(row, question_key, answer_key, f"{file}:{number}"))
     except OSError as error:
         raise EnvironmentFailure(f"dataset_name: {os_sentence(error)}") from error
-    except UnicodeDecodeError as error:
-        raise EnvironmentFailure(f"dataset_name {file}: is not UTF-8 ({error}); convert the file") from error
+    except DataError as error:
+        raise EnvironmentFailure(f"dataset_name: {error}") from error
     if not rows:
         raise EnvironmentFailure(f"dataset_name {file}: has no rows; set a file with at least one row")
     return tuple(rows)
 
 
-def _row(line: str, question_key: str, answer_key: str, where: str) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise EnvironmentFailure(f"{where}: is not JSON ({error}); write one object per line") from None
+def _row(row: Any, question_key: str, answer_key: str, where: str) -> tuple[str, str]:
+    if isinstance(row, BadRow):
+        raise EnvironmentFailure(f"{where}: is {row.kind} ({row.detail}); write one object per line")
     keys = list(row) if isinstance(row, dict) else []
     for key, name in ((question_key, "question_key"), (answer_key, "answer_key")):
         if key not in keys or not isinstance(row[key], str | int | float):
             raise EnvironmentFailure(f"{where}: has no text under {key!r}, only {keys}; correct the row or {name}")
-    return str(row[question_key]), str(row[answer_key])
+    question, answer = (
+        row[key] if isinstance(row[key], str) else number_text(row[key]) for key in (question_key, answer_key)
+    )
+    return question, answer
 
 
 def _is_right(answer: str, truth: str) -> bool:

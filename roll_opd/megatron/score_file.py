@@ -1,4 +1,4 @@
-"""Compute log-probs of the tokens in a JSONL file with the Megatron engine. `roll-opd score` runs this on every rank.
+"""Compute log-probs of the tokens in a file of rows with the Megatron engine. `roll-opd score` runs this on every rank.
 
 Each input row is {"id", "tokens": [int], "prompt_length": P}. The output is one of these:
 
@@ -16,13 +16,14 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from roll_opd.base.terminal import echo
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
+from roll_opd.data.files import open_file
 from roll_opd.data.teacher_writer import TeacherWriter
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine, TargetRequest
@@ -61,20 +62,19 @@ def write_teacher_file(engine: MegatronEngine, options: argparse.Namespace) -> N
     output, is_first = Path(options.output), dist.get_rank() == 0
     request = TargetRequest(topk=options.topk, vocab_size=options.vocab_size)
     start, totals, shown = time.monotonic(), _Totals(), 0.0
-    with _opened(options.input if is_first else os.devnull) as lines:
-        writer = TeacherWriter(output, **options.teacher_file) if is_first else None
-        parts = writer.missing(_parsed(lines)) if writer else iter(())
-        while part := _broadcast(next(parts, None)):
-            number, rows = part
-            scores = _compute(engine, rows, options.temperature, request)
-            if writer is None:
-                continue
-            writer.write(number, rows, scores)
-            for found in scores:
-                totals.add(found["logprobs"])
-            if time.monotonic() - shown > SECONDS_OF_PROGRESS:
-                shown = time.monotonic()
-                echo(f"scored {totals.rows:,} rows, {totals.tokens:,} tokens, {shown - start:.0f} s")
+    writer = TeacherWriter(output, **options.teacher_file) if is_first else None
+    parts = writer.missing(_rows(options.input)) if writer else iter(())
+    while part := _broadcast(next(parts, None)):
+        number, rows = part
+        scores = _compute(engine, rows, options.temperature, request)
+        if writer is None:
+            continue
+        writer.write(number, rows, scores)
+        for found in scores:
+            totals.add(found["logprobs"])
+        if time.monotonic() - shown > SECONDS_OF_PROGRESS:
+            shown = time.monotonic()
+            echo(f"scored {totals.rows:,} rows, {totals.tokens:,} tokens, {shown - start:.0f} s")
     if writer:
         writer.finish()
         echo(totals.summary(time.monotonic() - start, output))
@@ -86,8 +86,9 @@ def write_logprobs(engine: MegatronEngine, options: argparse.Namespace) -> None:
     partial = output.with_name(f".{output.name}.partial")
     first = dist.get_rank() == 0
     start, totals = time.monotonic(), _Totals()
-    with _opened(options.input if first else os.devnull) as rows, _opened(partial if first else os.devnull, "w") as out:
-        while batch := _broadcast(list(islice(_parsed(rows), ROWS_AT_A_TIME))):
+    rows = _rows(options.input) if first else iter(())
+    with open(partial if first else os.devnull, "w", encoding="utf-8") as out:
+        while batch := _broadcast(list(islice(rows, ROWS_AT_A_TIME))):
             for row, scores in zip(batch, _compute(engine, batch, options.temperature, TargetRequest()), strict=True):
                 logprobs = scores["logprobs"]
                 totals.add(logprobs)
@@ -115,12 +116,8 @@ class _Totals:
         return f"{rows}, {self.tokens:,} tokens: {mean}, {seconds:.1f} s, {speed:,.0f} tokens/s: {output}"
 
 
-def _parsed(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    return (json.loads(line) for line in lines if line.strip())
-
-
-def _opened(path: str | Path, mode: str = "r") -> IO[str]:
-    return open(path, mode, encoding="utf-8")
+def _rows(path: str) -> Iterator[dict[str, Any]]:
+    return (row for _, _, row in open_file(path).scan())
 
 
 T = TypeVar("T")

@@ -197,7 +197,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
                 f"{file} is a broken link to {file.readlink()}; download the model again, or copy it with its targets"
                 " (cp -rL)"
             )
-    present = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
+    present = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith(("adapter_", ".")))
     if missing := [file for file in shards if not file.is_file()]:
         others = [name for name in present if path / name not in shards]
         instead = f" (found {_named(others)}, which is not in the index)" if others else ""

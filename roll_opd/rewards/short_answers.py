@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import regex
 
+from roll_opd.data.rows import number_text
 from roll_opd.rewards.interface import RewardError
 
 MAX_MARKS = 50  # number of last announcements that are searched; a text with more repeats itself
@@ -152,7 +153,7 @@ def several(ground_truth: str) -> tuple[str, ...]:
         except (ValueError, RecursionError):
             return (ground_truth,)
         if listed and all(isinstance(answer, str | int | float) for answer in listed):
-            return tuple(str(answer) for answer in listed)
+            return tuple(answer if isinstance(answer, str) else number_text(answer) for answer in listed)
     return (ground_truth,)
 
 

@@ -11,7 +11,7 @@ from data_assets import write
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.files import ROWS_SCANNED, count_rows, find_files, first_tags
+from roll_opd.data.files import ROWS_SCANNED, count_rows, find_files, first_tags, open_file
 from roll_opd.data.rows import DEFAULT_TAG, DataError
 
 
@@ -24,6 +24,11 @@ def test_files_directories_and_patterns(tmp_path: Path) -> None:
     place.mkdir()
     files = [write_tags(place / name, "t") for name in ("b.jsonl", "a.jsonl", "c.json", "d.parquet")]
     write_tags(place / "notes.txt", "t")
+    for name in (".rows.jsonl", "._b.jsonl", "dataset_infos.json"):
+        (place / name).write_bytes(b"\x00\x05\x16\x07")
+    (place / ".ipynb_checkpoints").mkdir()
+    write_tags(place / ".ipynb_checkpoints" / "b-checkpoint.jsonl", "t")
+    (place / "nested.jsonl").mkdir()
     assert find_files(str(place), None) == sorted(files)
     assert find_files(str(place / "*.jsonl"), None) == sorted(files[:2])
     assert find_files(str(files[0]), "elsewhere") == [files[0]]
@@ -37,6 +42,30 @@ def test_files_directories_and_patterns(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             find_files(name, "elsewhere")
+
+
+def test_links_in_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(write_tags(tmp_path / "blob", "t"))
+    assert find_files(str(tmp_path), None) == [tmp_path / "a.jsonl"]
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "missing")
+    with pytest.raises(DataError, match=r"b\.jsonl"):
+        find_files(str(tmp_path), None)
+
+
+def test_a_directory_of_save_to_disk_is_refused_with_the_conversion(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    assert find_files(str(tmp_path), None) == [tmp_path / "state.json"]  # of another program
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    for name, advice in (("", "load_from_disk"), ("*.json", "load_from_disk"), ("two", '["train"].to_parquet')):
+        with pytest.raises(DataError) as refused:
+            find_files(str(tmp_path / name), None)
+        assert advice in str(refused.value)
+    with pa.OSFile(str(tmp_path / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema([])):
+        pass
+    with pytest.raises(DataError, match=r"Dataset\.from_file"):
+        open_file(str(tmp_path / "data.arrow"))
 
 
 def test_tags_and_rows_of_every_kind_of_file(tmp_path: Path) -> None:

@@ -57,8 +57,15 @@ def test_texts_and_numbers_are_values() -> None:
         ("nan", "nan"),
         ("None", "None"),
         (0, "0"),
-        (3.0, "3.0"),
+        (3.0, "3"),
+        (4.2e1, "42"),
+        (Decimal("42.00"), "42"),
+        (np.float16(42), "42"),
+        (np.int64(42), "42"),
+        (-0.0, "0"),
+        (2.5, "2.5"),
         (Decimal("3.10"), "3.10"),
+        ("42.0", "42.0"),
         (" 3", " 3"),
     ):
         assert parse_row({"prompt": "x", "ground_truth": value}, "0").ground_truth == text

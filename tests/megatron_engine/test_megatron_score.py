@@ -1,5 +1,6 @@
 """`roll-opd score` on the command line: scores equal Hugging Face's, and unsupported cases are refused."""
 
+import codecs
 import importlib
 import json
 import os
@@ -41,7 +42,10 @@ def score(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_scores_equal_hugging_face(tmp_path: Path) -> None:
-    """TP 2, one data-parallel group, rows in their order, blank lines passed over, ids of any kind kept."""
+    """TP 2, one data-parallel group, rows in their order, ids of any kind kept.
+
+    The file has a byte order mark, lines that end as on Windows, and a blank line.
+    """
     sequences = data.demo_sequences()
     ids = [f"row {number}" if number % 2 else number for number in range(len(sequences))]
     rows: list[Any] = [
@@ -49,6 +53,7 @@ def test_scores_equal_hugging_face(tmp_path: Path) -> None:
         for name, (tokens, prompt) in zip(ids, sequences, strict=True)
     ]
     source = write(tmp_path / "rows.jsonl", [*rows[:3], "", *rows[3:]])
+    source.write_bytes(codecs.BOM_UTF8 + source.read_bytes().replace(b"\n", b"\r\n"))
     target = tmp_path / "out.jsonl"
     options = ["--tp", "2", "--temperature", "0.7", "--max-tokens-per-microbatch", "90"]
     done = score("--model", str(MODEL), "--input", str(source), "--output", str(target), *options)

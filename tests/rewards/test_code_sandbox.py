@@ -1,10 +1,13 @@
 """Programs with the test cases of their rows, in every form, and the reward's start and limits."""
 
+import base64
 import inspect
 import json
 import os
+import pickle
 import re
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,6 +51,13 @@ FORMS = {
     "call": {"fn_name": "f", "inputs": [[2], [3]], "outputs": [4, 9]},
     "call with lines of JSON": {"fn_name": "f", "inputs": ["2", "3\n"], "outputs": ["4", "9"]},
     "call with answers in lists, as APPS": {"fn_name": "f", "inputs": [[2], [3]], "outputs": [[4], [9]]},
+    "functional, as LiveCodeBench": [
+        {"input": "2", "output": "4", "testtype": "functional", "metadata": '{"func_name": "f"}'},
+        {"input": "3", "output": "9", "testtype": "functional", "metadata": {"func_name": "Solution.f"}},
+    ],
+    "arguments by name": [
+        {"type": "function_call", "fn_name": "f", "input": f"x = {x}", "output": y} for x, y in ((2, "4"), (3, "9"))
+    ],
     "columns": {"inputs": ["2", "3"], "outputs": ["4", "9"]},
     "assert": ASSERTS,
     "test": TESTS,
@@ -196,6 +206,57 @@ def test_the_program_is_the_last_python_block_and_rows_may_be_json(rewards) -> N
     found = rewards[False].score(samples)
     assert [verdict.value for verdict in found] == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert [verdict.reason for verdict in found[3:]] == ["no code", "no code"]
+
+
+PUBLIC = [{"input": "2", "output": "4", "testtype": "functional"}]
+PRIVATE = [{"input": "3", "output": "9", "testtype": "functional"}]
+PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(PRIVATE)))).decode()
+HOSTILE = base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode()
+FUNC = '{"func_name": "f"}'
+STARTER = "class Solution:\n    def f(self, x: int) -> int:\n        "
+
+
+@needs_bwrap
+def test_public_data_sets_are_read_as_they_are_written(rewards) -> None:
+    rows = {
+        "LiveCodeBench": {
+            "public_test_cases": json.dumps(PUBLIC),
+            "private_test_cases": PACKED,
+            "metadata": FUNC,
+        },
+        "LiveCodeBench, name in its starter code": {"test_cases": PUBLIC + PRIVATE, "starter_code": STARTER},
+        "LeetCodeDataset": {
+            "input_output": [{"input": f"x = {x}", "output": str(x * x)} for x in (2, 3)],
+            "entry_point": "Solution().f",
+        },
+        "MBPP": {"test_list": ["assert f(2) == n", "assert f(3) == 9"], "test_setup_code": "n = 4", "test_imports": []},
+        "HumanEval": {"test": "def check(g):\n    assert g(2) == 4\n    assert g(3) == 9", "entry_point": "f"},
+        "a truth value as Python writes it": {
+            "test_cases": [{"input": "2, 4", "output": "True"}],
+            "fn_name": "same",
+        },
+    }
+    method = SQUARE.replace("def f(", "def same(x, y):\n    return x * x == y\ndef f(")
+    answers = [sample(name, method, **row) for name, row in rows.items()]
+    assert [verdict.value for verdict in rewards[False].score(answers)] == [1.0] * len(rows)
+    wrong = [sample(name, method.replace("x * x", "x + x"), **row) for name, row in rows.items()]
+    assert [verdict.value for verdict in rewards[False].score(wrong)][:-1] == [0.0] * (len(rows) - 1)
+
+
+@needs_bwrap
+def test_a_case_that_cannot_be_read_is_no_failure(rewards) -> None:
+    rows = [
+        {"test_cases": PUBLIC},  # no name of the function
+        {"test_cases": PUBLIC, "starter_code": "def f(x): ...\ndef g(x): ..."},
+        {"test_cases": [{"input": "2", "output": "4", "testtype": "interactive"}]},
+        {"test_cases": [{"input": "a b", "output": "4"}], "fn_name": "f"},
+        {"test_cases": [{"input": [[2]], "output": "4"}]},  # arguments without a function
+        {"test_cases": ["f(2) == 4"]},
+        {"public_test_cases": HOSTILE, "metadata": FUNC},
+        {"public_test_cases": PACKED[:-8], "metadata": FUNC},
+    ]
+    found = rewards[False].score([sample(str(row), SQUARE, **row) for row in rows])
+    assert {(verdict.value, verdict.reason) for verdict in found} == {(None, "unusable test cases")}
 
 
 UNCALLED = (

@@ -28,7 +28,7 @@ from roll_opd.config.compose import (
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan
 from roll_opd.config.yaml_files import bounded_work, yaml_message
-from roll_opd.data.files import SUFFIXES, count_rows
+from roll_opd.data.files import count_rows, files_below
 from roll_opd.data.rows import DataError
 
 
@@ -116,7 +116,9 @@ def _files_of(path: str, split: str, subset: str | None) -> list[str]:
     if not found.is_dir():
         return [str(found)]
     try:
-        files = sorted(file for file in found.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        files = files_below(found, "**/*")
+    except PathError as error:
+        raise ValueError(str(error)) from None
     except OSError as error:
         raise ValueError(os_sentence(error)) from None
     inside = [file for file in files if not subset or subset in file.relative_to(found).parts[:-1]] or files

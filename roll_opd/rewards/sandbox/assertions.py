@@ -14,7 +14,7 @@ a method of the class `Solution`.
 import ast
 import builtins
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,17 +193,22 @@ class _Hider(ast.NodeTransformer):
         return self.generic_visit(node) if is_called else self._branch(node)
 
 
-def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> HiddenCheck:
+def check_of_call(
+    name: str, arguments: Sequence[Any], named: Mapping[str, Any], answer: Any, wrapped: bool
+) -> HiddenCheck:
     """Return the check of one call; raise ValueError if a value cannot be written as code.
 
     Args:
         name: name of the function or of the method.
+        arguments: positional arguments.
+        named: arguments by name.
         answer: the expected value.
         wrapped: whether `answer` may be a one-item list that contains the expected value.
     """
     wanted = plain(answer)
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
-    written = ", ".join(repr(plain(argument)) for argument in arguments)
+    shown = [repr(plain(argument)) for argument in arguments]
+    written = ", ".join([*shown, *(["**" + repr(plain(named))] if named else [])])
     code = f"_seen(0, getattr(Solution() if 'Solution' in globals() else __import__('solution'), {name!r})({written}))"
 
     def is_accepted(value: Any, _: None, tolerance: float) -> bool:
