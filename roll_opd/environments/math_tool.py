@@ -232,7 +232,7 @@ def questions(file: str, question_key: str, answer_key: str) -> Sequence[tuple[s
 
 
 @lru_cache(maxsize=16)
-def _read(file: str, question_key: str, answer_key: str, *_: int) -> Sequence[tuple[str, str]]:
+def _read(file: str, question_key: str, answer_key: str, *version: int) -> Sequence[tuple[str, str]]:
     """Return the rows of a file. A process reads the file once, and reads it again if the file has changed."""
     rows = []
     try:

@@ -33,7 +33,7 @@ from roll_opd.config.plan import LoraPlan
 from roll_opd.megatron.weights.source import TensorSource
 from roll_opd.megatron.weights.stream import ParameterShard, gather_to_rank_0, tensor_rank
 from roll_opd.megatron.weights.tensor_slices import Replicated, SliceSizes, Split, TensorSlice
-from roll_opd.models.adapter_files import tensor_name
+from roll_opd.models.adapter_files import module_of, tensor_name
 
 ADAPTER = "lora"  # name of the adapter module in its layer
 
@@ -183,11 +183,15 @@ class Adapters:
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Load the matrices of a `peft` checkpoint.
 
-        Raises ValueError if a matrix is missing or has a wrong shape. `where`: name of the file in the error message.
+        Raises ValueError if a matrix is missing or has a wrong shape, and for a tensor that is no matrix of an adapter.
+        `where`: name of the file in the error message.
         """
         wanted = {tensor_name(pair.name, matrix) for pair in self._pairs() for matrix in "AB"}
         if lacking := sorted(wanted - tensors.keys()):
             raise ValueError(f"{where} lacks {lacking[0]}, a tensor of its adapter_config.json; use a complete adapter")
+        for name in sorted(tensors.keys() - wanted):  # other pipeline ranks load the other layers
+            if module_name(module_of(name) or "") not in self.plan.targets:
+                raise ValueError(f"{where} has {name}, which is no matrix of its adapter; use a plain LoRA adapter")
         for pair in self._pairs():
             for matrix in "AB":
                 self._fill(pair, matrix, TensorSource(tensors))

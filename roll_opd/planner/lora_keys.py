@@ -1,11 +1,12 @@
 """Plan the LoRA adapters of a student from its keys or from its initial adapter."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from roll_opd.config.plan import LoraPlan
 from roll_opd.config.schema import ModelArgs
 from roll_opd.models.adapter_files import read_adapter
-from roll_opd.models.model_info import ModelFilesError, find_model
+from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = LINEAR[:4]
@@ -36,15 +37,36 @@ def read_lora(args: ModelArgs) -> LoraPlan | None:
     if args.adapter_name_or_path is None:
         rank = args.lora_rank or DEFAULT_RANK
         return LoraPlan(_expanded(targets or LINEAR), rank, args.lora_alpha or 2.0 * rank)
-    info = None
+    plan = None
     with diag.catching("adapter_name_or_path", ModelFilesError):
         path = find_model(args.adapter_name_or_path)
         info = read_adapter(path)
         if other := _unknown(info.targets):
-            raise ModelFilesError(f"{path} has an adapter of {', '.join(other)}; only linear layers can have adapters")
-    if info is None:
-        return None
-    return _as_written(args, LoraPlan(_expanded(info.targets), info.rank, info.alpha, str(path)))
+            raise ModelFilesError(
+                f"{path} has an adapter of {', '.join(sorted(other))}; only linear layers can have adapters"
+            )
+        plan = LoraPlan(_expanded(info.targets), info.rank, info.alpha, str(path))
+    return _as_written(args, plan) if plan else None
+
+
+def check_modules(lora: LoraPlan, model: ModelInfo, args: ModelArgs) -> None:
+    """Refuse an initial adapter that belongs to other modules than all those of the model with these names."""
+    if lora.path is None or not model.tensors:
+        return
+    names = {name.removesuffix(".weight") for name in model.tensors.keys() - set(model.kept)}
+    wanted = {name for name in names if name.rpartition(".")[2] in lora.targets}
+    found = read_adapter(Path(lora.path)).modules
+    if other := sorted(found - wanted):
+        args.diag.error(
+            "adapter_name_or_path", f"{lora.path} has an adapter of {other[0]}, which {model.path.name} does not have"
+        )
+    elif lacking := sorted(wanted - found):
+        args.diag.unsupported(
+            "adapter_name_or_path",
+            f"{lora.path} has adapters in {len(found)} of {len(wanted)} layers, none in {lacking[0]} (target_modules,"
+            " layers_to_transform or exclude_modules of its adapter_config.json); adapters of some layers are not"
+            " available",
+        )
 
 
 def check_experts(lora: LoraPlan, args: ModelArgs) -> None:

@@ -231,6 +231,8 @@ class RoleReader:
             lora = lora_keys.read_lora(worker.model_args)
             if lora and student.info and student.info.experts:
                 lora_keys.check_experts(lora, worker.model_args)
+            if lora and student.info:
+                lora_keys.check_modules(lora, student.info, worker.model_args)
             self._roles.train = replace(student, lora=lora)
 
     def _read_reference_and_critic(self) -> None:

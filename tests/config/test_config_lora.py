@@ -1,15 +1,18 @@
 """LoRA with ROLL's keys: the plan, the roles that compute with the base model, and refused settings."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from config_assets import set_key
+from config_assets import SIZES, set_key
+from safetensors.numpy import save_file
 
 from roll_opd.config.plan import LoraPlan, RunPlan
-from roll_opd.models.adapter_files import CONFIG, WEIGHTS, adapter_config
+from roll_opd.models.adapter_files import CONFIG, HARMLESS, WEIGHTS, adapter_config, read_adapter, tensor_name
+from roll_opd.models.model_files import ModelFilesError
 from roll_opd.planner.describe import to_json
 from roll_opd.planner.lora_keys import LINEAR
 from roll_opd.planner.plan_text import to_text
@@ -65,10 +68,15 @@ def test_one_problem_one_sentence(problems: Problems, changes: dict[str, Any], s
     assert sentence in found
 
 
-def adapter(directory: Path, **changes: Any) -> str:
+MODULES = [f"model.layers.{layer}.self_attn.{name}" for layer in range(4) for name in ("q_proj", "o_proj")]
+
+
+def adapter(directory: Path, modules: Sequence[str] = MODULES, tensors: Sequence[str] = (), **changes: Any) -> str:
     directory.mkdir()
     (directory / CONFIG).write_text(json.dumps({**adapter_config("base", 4, 6.0, ("q_proj", "o_proj")), **changes}))
-    (directory / WEIGHTS).touch()
+    matrices = {tensor_name(module, "A"): np.ones((4, 8), np.float32) for module in modules}
+    matrices |= {tensor_name(module, "B"): np.ones((8, 4), np.float32) for module in modules}
+    save_file(matrices | dict.fromkeys(tensors, np.ones((4, 1), np.float32)), directory / WEIGHTS)
     return str(directory)
 
 
@@ -88,8 +96,13 @@ def test_an_adapter_to_begin_with_says_what_it_is(root: Path, plan: Plan) -> Non
         ),
         ({"use_dora": True}, {}, "has use_dora=True; only plain LoRA"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "has rank_pattern={'q_proj': 2}; only plain LoRA"),
-        ({"target_modules": ["lm_head"]}, {}, "has an adapter of lm_head; only linear layers can have adapters"),
-        ({"r": None}, {}, "lacks r, lora_alpha or target_modules"),
+        ({"modules": ["lm_head"]}, {}, "has an adapter of lm_head; only linear layers can have adapters"),
+        ({"modules": MODULES[:4]}, {}, "has adapters in 4 of 8 layers, none in model.layers.2.self_attn.o_proj"),
+        ({"modules": [*MODULES, "model.layers.9.mlp.up_proj"]}, {}, "adapter of model.layers.9.mlp.up_proj"),
+        ({"tensors": ["base_model.model.lm_head.weight"]}, {}, "has base_model.model.lm_head.weight, which is no"),
+        ({"tensors": [tensor_name("model.norm", "A")]}, {}, "lacks base_model.model.model.norm.lora_B.weight"),
+        ({"r": None}, {}, "lacks r or lora_alpha"),
+        ({"r": 2}, {}, "is [4, 8], but r is 2"),
     ],
 )
 def test_an_adapter_that_does_not_fit(
@@ -98,6 +111,42 @@ def test_an_adapter_that_does_not_fit(
     keys = {"adapter_name_or_path": adapter(root / "adapter", **changes), **keys}
     (found,) = problems({f"{STUDENT}.{key}": value for key, value in keys.items()})
     assert sentence in found
+
+
+def test_a_key_that_is_not_known_is_refused_unless_it_is_empty(tmp_path: Path) -> None:
+    """For every key of the installed peft: its default is accepted, and a value outside of `HARMLESS` is named."""
+    peft = pytest.importorskip("peft")
+    keys = {key: getattr(value, "value", value) for key, value in peft.LoraConfig().to_dict().items()}
+    keys = {"some_new_key": None, **keys, **adapter_config("base", 4, 6.0, ("q_proj",))}
+    accepted = {"init_lora_weights": ["gaussian", "orthogonal", "eva", False]}
+    for number, key in enumerate(keys):
+        for value in (keys[key], *accepted.get(key, ())):
+            path = Path(adapter(tmp_path / f"{number}-{value}"[:40].replace("/", "-"), **{**keys, key: value}))
+            assert read_adapter(path).targets == {"q_proj", "o_proj"}
+        if key not in HARMLESS:
+            for value in ("pissa_niter_4", [1], {"a": 2}, 3):
+                (path / CONFIG).write_text(json.dumps({**keys, key: value}))
+                with pytest.raises(ModelFilesError, match=f"{key}="):
+                    read_adapter(path)
+
+
+@pytest.mark.slow
+def test_the_layers_are_those_that_peft_wrote(tmp_path: Path) -> None:
+    """For every form of `target_modules`, and keys that restrict it."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**SIZES)
+    forms: list[tuple[dict[str, Any], set[str]]] = [
+        ({"target_modules": r".*\.self_attn\.(q|v)_proj"}, {"q_proj", "v_proj"}),
+        ({"target_modules": "all-linear"}, set(LINEAR)),
+        ({"target_modules": ["self_attn.k_proj", "up_proj"]}, {"k_proj", "up_proj"}),
+        ({"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*k_proj"}, {"q_proj"}),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1, 2, 3]}, {"q_proj"}),
+    ]
+    for number, (keys, wanted) in enumerate(forms):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        peft.get_peft_model(model, peft.LoraConfig(r=4, **keys)).save_pretrained(tmp_path / str(number))
+        found = read_adapter(tmp_path / str(number))
+        assert (found.targets, found.rank, len(found.modules)) == (wanted, 4, 4 * len(wanted))
 
 
 def test_an_adapter_without_weights_is_none(root: Path, problems: Problems) -> None:

@@ -111,9 +111,12 @@ def _call(item: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any], An
     written, answer = _input(item), _output(item)
     if answer is None and not any(name in item for name in _OUTPUTS):
         raise BadCases("if fn_name is set, each case needs inputs and outputs")
-    arguments, named = _arguments(written) if isinstance(written, str) else (written, {})
-    if isinstance(arguments, Mapping):
-        arguments, named = (), arguments
+    arguments: Any = written
+    named: Mapping[str, Any] = {}
+    if isinstance(written, str):
+        arguments, named = _arguments(written)
+    elif isinstance(written, Mapping):
+        arguments, named = (), written
     if not is_list(arguments):
         raise BadCases(f"if fn_name is set, the input must be a list of arguments, not {type(arguments).__name__}")
     return arguments, named, _value_or_text(answer) if isinstance(written, str) else answer
