@@ -103,7 +103,7 @@ def regular_file(path: Path) -> Path:
 def is_hidden(path: Path) -> bool:
     """Return whether a part of a relative path begins with a point, such as `._rows.jsonl` or `.ipynb_checkpoints`.
 
-    Systems and editors write such files beside the files of a user.
+    Systems and editors write such files next to the files of a user.
     """
     return any(part.startswith(".") for part in path.parts)
 
