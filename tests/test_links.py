@@ -24,7 +24,7 @@ HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 ADDRESS = re.compile(r"[a-z]+:")  # https:, mailto:
 TOPS = "benchmarks|configs|docker|docs|examples|requirements|roll_opd|scripts|tests"
 FILE = re.compile(rf"(?:{TOPS})/[\w./*-]*")
-KEYS = {"test_cases", "test_case_function"}  # of rows, and no tests
+KEYS = {"test_cases", "test_case_function", "test_list", "test_imports", "test_setup_code"}  # of rows, and no tests
 MODULE = re.compile(r"roll_opd(?:\.\w+)+")
 
 
