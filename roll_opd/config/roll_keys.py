@@ -59,7 +59,7 @@ IGNORED_MODEL_ARGS = _names("""
 """)
 
 IGNORED_TRAINING_ARGS = _names("""
-    num_train_epochs logging_steps save_steps bf16 fp16 seed output_dir max_steps gradient_checkpointing
+    num_train_epochs logging_steps save_steps seed output_dir max_steps gradient_checkpointing
     dataloader_num_workers report_to remove_unused_columns save_total_limit data_seed save_hf_model tf32
 """)
 

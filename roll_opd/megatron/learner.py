@@ -259,15 +259,17 @@ def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
 def _learning_rate_schedule(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerParamScheduler:
     """Return Megatron's learning-rate schedule.
 
-    The schedule advances by one step before each update, so that the first learning rate is positive.
+    The schedule advances by one step before each update, so that the first learning rate is positive. A schedule that
+    ends at 0 ends one step after the last update, so that the last learning rate is positive too, as in transformers.
     """
+    end = plan.decay_steps or plan.total_steps + (plan.min_learning_rate == 0)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=plan.initial_learning_rate,
         max_lr=plan.learning_rate,
         min_lr=plan.min_learning_rate,
         lr_warmup_steps=plan.warmup_steps,
-        lr_decay_steps=max(plan.decay_steps or plan.total_steps, plan.warmup_steps + 1),
+        lr_decay_steps=max(end, plan.warmup_steps + 1),
         lr_decay_style=plan.lr_scheduler_type,
         wsd_decay_steps=plan.wsd_decay_steps,
         lr_wsd_decay_style=plan.wsd_decay_style,

@@ -65,7 +65,7 @@ def _run(
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
     done = resumed.step if resumed else 0
     logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, tee, inputs.history, done)
-    logger.note(f"{plan.exp_name}: {plan.title}, {plan.kind} pipeline")
+    logger.note(plan.heading)
     logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
     if inputs.history.line:
         logger.note(inputs.history.line)

@@ -24,10 +24,19 @@ from roll_opd.models.flops import sequence_flops
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
-from roll_opd.planner import check_devices, check_files, check_values, parts, rollout_parts, row_plans, supervised_parts
+from roll_opd.planner import (
+    check_devices,
+    check_files,
+    check_rows,
+    check_values,
+    parts,
+    rollout_parts,
+    row_plans,
+    supervised_parts,
+)
 from roll_opd.planner.pipeline_choice import is_trinity, pipeline_keys
 from roll_opd.planner.read import read_sections
-from roll_opd.planner.role_reader import RoleReader, Roles, written_workers
+from roll_opd.planner.role_reader import RoleReader, Roles, choose_mode, written_workers
 from roll_opd.planner.tracker_sections import read_trackers
 from roll_opd.tracking.secrets import without_secrets
 from roll_opd.tracking.trackers import lacking
@@ -103,9 +112,14 @@ def plan_config(
     sentences += [sentence for path in sorted(engines) if (sentence := engine_problem(Path(path)))]
     if sentences and runnable:
         raise ConfigError(sentences)
-    if problems := check_files.missing_templates(plan):
+    rows = check_rows.first_rows(plan)
+    problems = check_files.missing_templates(plan, rows)
+    if not runnable:  # a run reads all rows and reports all that it refuses
+        problems += check_rows.unusable_rows(plan, rows)
+    if problems:
         raise ConfigError(problems)
-    return replace(plan, warnings=(*diagnostics.warnings, *sentences, *check_files.turn_end_warnings(plan)))
+    warnings = (*check_files.turn_end_warnings(plan, rows), *check_rows.plain_prompts(plan, rows))
+    return replace(plan, warnings=(*diagnostics.warnings, *sentences, *warnings))
 
 
 def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Diagnostics) -> RunPlan | None:
@@ -114,8 +128,10 @@ def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Dia
     `keys` are the keys of the pipeline of the run.
     """
     supervised = issubclass(keys, Supervised)
-    sections = read_sections(loaded.values, loaded.variables, keys, diag)
-    mode = keys.pipeline if supervised else rollout_parts.complete(sections, loaded.values, pure, diag)
+    mode = keys.pipeline if supervised else choose_mode(loaded.values, pure, diag)
+    sections = read_sections(loaded.values, loaded.variables, keys, mode, diag)
+    if not supervised:
+        rollout_parts.complete(sections, loaded.values, mode)
     roles = RoleReader(sections, mode, diag).read(keys)
     sampling = (None, None) if supervised else (roles.train, roles.infer)
     check_values.check_replay(written_workers(sections), *sampling)

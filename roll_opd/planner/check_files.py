@@ -5,30 +5,25 @@ These checks read only small parts of files and write nothing. Problems are reco
 
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from roll_opd.base.paths import expanded, find_path
-from roll_opd.config.plan import DataPlan, RunPlan
+from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import Run, Top
-from roll_opd.data.answers import parse_answered
-from roll_opd.data.dataset import columns_needed
-from roll_opd.data.files import open_file
-from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.rows import Row
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_end
 from roll_opd.models.token_bytes import check_format
 from roll_opd.models.tokenizer_files import compare_tokenizers, has_chat_template, has_tokenizer, largest_token_id
+from roll_opd.planner.check_rows import Rows, data_sets
 from roll_opd.planner.role_reader import MODEL, Role, Roles
 from roll_opd.planner.teacher_context import follows, has_context
 
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 MAX_NAME_BYTES = 255  # bytes of a directory's name
-ROWS_SEEN = 64  # rows read from each file to find the templates in use
 
 
 def compare_models(roles: Roles, top: Run | None) -> None:
@@ -156,14 +151,16 @@ def _check_vocabulary(role: Role) -> None:
             )
 
 
-def turn_end_warnings(plan: RunPlan) -> list[str]:
+def turn_end_warnings(plan: RunPlan, rows: Rows) -> list[str]:
     """Return a warning for each template whose turns do not end with a stop token of the student."""
     path, rollout = Path(plan.student.model.path), plan.rollout
     stops = rollout.sampling.stop if rollout else ()
     try:
         tokens = stop_tokens(path, rollout.engine_args if rollout else {})
         ends = {
-            name: turn_end(path, TEMPLATES[name].source) for name in sorted(_templates(plan)) if TEMPLATES[name].whole
+            name: turn_end(path, TEMPLATES[name].source)
+            for name in sorted(_templates(plan, rows))
+            if TEMPLATES[name].whole
         }
     except (ModelFilesError, OSError, KeyError, TypeError, ValueError):
         return []  # unreadable files are reported by the part that needs them
@@ -172,9 +169,9 @@ def turn_end_warnings(plan: RunPlan) -> list[str]:
     return list(dict.fromkeys(f"{key}: template {name} {warning}" for name, warning in own.items() if warning))
 
 
-def missing_templates(plan: RunPlan) -> list[str]:
+def missing_templates(plan: RunPlan, rows: Rows) -> list[str]:
     """Return a problem for each teacher that needs the chat template of its tokenizer if this tokenizer has none."""
-    found, of_rows = [], _templates(plan)
+    found, of_rows = [], _templates(plan, rows)
     for context in (teacher.context for teacher in plan.teachers):
         if context is None or context.tokenizer is None or has_chat_template(Path(context.tokenizer)):
             continue
@@ -220,23 +217,16 @@ def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Pa
     return f"{what}, so {result}; {remedy}"
 
 
-def _templates(plan: RunPlan) -> set[str]:
-    """Return the names of the templates that a run applies to conversations."""
+def _templates(plan: RunPlan, rows: Rows) -> set[str]:
+    """Return the names of the templates that a run applies to conversations. `rows` are the first rows of its data."""
     if plan.workflow or plan.is_agentic:
         return {"native"}
-    data_sets = [plan.data, *([plan.demonstrations.data] if plan.demonstrations else [])]
-    return {name for data in data_sets for name in _of_rows(data)}
-
-
-def _of_rows(data: DataPlan) -> set[str]:
-    found = set()
-    for name in data.files:
-        with suppress(DataError, OSError):  # the pass over all rows reports these and bad rows
-            for _, _, value in islice(open_file(name, columns_needed(data)).scan(), ROWS_SEEN):
-                with suppress(BadRow):
-                    row = parse_answered(value, "", data)
-                    found |= set() if row.prompt is not None else {data.tag_templates.get(row.tag, data.template)}
-    return found
+    return {
+        data.tag_templates.get(row.tag, data.template)
+        for key, data in data_sets(plan).items()
+        for row in rows[key]
+        if isinstance(row, Row) and row.prompt is None and (plan.validation is None or data is not plan.validation.data)
+    }
 
 
 def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:

@@ -108,6 +108,12 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     """
     style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
+    if args.warmup_steps and args.warmup_ratio:
+        args.diag.error(
+            "warmup_ratio",
+            f"{args.warmup_ratio:g} and warmup_steps {args.warmup_steps} both set the length of the warm-up; remove one"
+            " of the two keys",
+        )
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
     if not peak:
         args.diag.warn("learning_rate", "0 changes no weights, so the run only measures")
@@ -125,11 +131,6 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
         kwargs.diag.error(
             "wsd_decay_steps",
             f"is missing; {args.lr_scheduler_type} needs the number of updates in its decay",
-        )
-    elif style in ("linear", "cosine") and total == 1 and not (warmup or kwargs.min_lr or kwargs.lr_decay_steps):
-        args.diag.warn(
-            "lr_scheduler_type",
-            f"{args.lr_scheduler_type} ends at 0, but this run has only one update; write constant",
         )
     return {
         "learning_rate": peak,

@@ -43,7 +43,7 @@ def to_text(plan: RunPlan, width: int | None = None) -> str:
     """
     content = to_json(plan)
     nodes = f"{plan.num_nodes} node(s) x {plan.devices_per_node} devices"
-    title = f"{plan.exp_name}: {plan.title}, {plan.kind} pipeline, {nodes}\n"
+    title = f"{plan.heading}, {nodes}\n"
     sections = {
         title: _role_lines(content["roles"], width or sys.maxsize),
         "Devices": _sharing(content["roles"]),

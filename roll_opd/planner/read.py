@@ -73,7 +73,9 @@ class Sections:
     pretrain: str | None = None  # `pretrain` as configured; present even if `top` has a wrong value
 
 
-def read_sections(values: dict[str, Any], variables: frozenset[str], keys: type[Run], diag: Diagnostics) -> Sections:
+def read_sections(
+    values: dict[str, Any], variables: frozenset[str], keys: type[Run], mode: str, diag: Diagnostics
+) -> Sections:
     """Validate the configuration `values`; report problems and warnings to `diag`.
 
     An unknown key is accepted as a variable of the user if another value refers to it. Any other unknown key is dropped
@@ -82,6 +84,8 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], keys: type[
     Args:
         variables: top-level keys that other values refer to, as `${name}`.
         keys: the class that defines the keys of the pipeline.
+        mode: the mode of the run. ROLL's pure distillation maps `teacher` to `reference`, so a pure configuration may
+            give the teacher this name.
     """
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
@@ -99,11 +103,14 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], keys: type[
     rest = {key: value for key, value in values.items() if key not in left_out}
     if supervised and supervised.has_reference:
         rest.setdefault(REFERENCE, {})
+    teacher = REFERENCE if mode == "pure" and not values.get("teacher") and values.get(REFERENCE) else "teacher"
     for role, worker in roles.items():
-        if role in rest:
+        if role in rest and role != teacher:
             sections.workers[role] = read_section(worker, rest.pop(role), diag.below(role))
     if supervised is None:
-        _read_teachers(rest.pop("teacher", None), sections, diag)
+        rest.setdefault("teacher", None)
+        _read_teachers(rest.pop(teacher), teacher, sections, diag)
+        rest.pop("teacher", None)
         _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, diag)
         _read_auxiliaries(rest.pop(AUXILIARY, None), sections, diag)
     sections.top = _with_devices(read_section(keys, rest, diag, known), sections)
@@ -150,16 +157,16 @@ def _variables(
     return own
 
 
-def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the teachers.
+def _read_teachers(value: Any, name: str, sections: Sections, diag: Diagnostics) -> None:
+    """Read the teachers from the section called `name`.
 
-    If the section `teacher` itself has keys of a role, it describes a single teacher, which is named "teacher".
+    If the section itself has keys of a role, it describes a single teacher, which is named "teacher".
     """
-    mapping = _mapping(value, "teacher", diag)
+    section, mapping = name, _mapping(value, name, diag)
     of_files = [name for name, data in mapping.items() if isinstance(data, dict) and "files" in data]
     if "files" in mapping or of_files:
         for name in of_files or [""]:
-            place = diag.below(f"teacher.{name}".rstrip("."))
+            place = diag.below(f"{section}.{name}".rstrip("."))
             place.error("files", f"{FRESH_SAMPLES}; {INSTEAD_OF_FILES}")
             sections.teachers[str(name) or "teacher"] = None
         return
@@ -167,10 +174,10 @@ def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
     # `model_arg:` is a misspelt key of the single teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
-        sections.teachers["teacher"] = read_section(TeacherWorker, mapping, diag.below("teacher"))
+        sections.teachers["teacher"] = read_section(TeacherWorker, mapping, diag.below(section))
         return
     for name, data in mapping.items():
-        sections.teachers[str(name)] = read_section(TeacherWorker, data, diag.below(f"teacher.{name}"))
+        sections.teachers[str(name)] = read_section(TeacherWorker, data, diag.below(f"{section}.{name}"))
 
 
 def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:

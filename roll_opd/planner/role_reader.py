@@ -101,10 +101,11 @@ class Roles:
         return min((known.vocab for known in models), default=0)
 
 
-def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diag: Diagnostics) -> str:
+def choose_mode(values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
     """Return the mode of a run: pure, mixed or rl.
 
     Args:
+        values: the configuration.
         pure: whether the run is pure distillation; None means that the configuration decides.
     """
     # read from the raw values: a wrong value elsewhere at the top level must not change the mode
@@ -113,7 +114,7 @@ def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None
         diag.error("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one of them")
     if pure is None:
         said_not = mixed or values.get("is_pure_opd") is False
-        pure = not said_not and any(role in sections.workers for role in PURE_ROLES)
+        pure = not said_not and any(role in values for role in PURE_ROLES)
     if is_pure or pure:
         return "pure"
     return "mixed" if mixed else "rl"
@@ -318,23 +319,25 @@ class RoleReader:
         self._check_weights(worker, info)
         if info and strategy.layout:
             check_layout(info, strategy.layout, strategy.args, worker.diag.below(OPTIONS))
-        written, from_strategy = worker.model_args.dtype, strategy.dtype
-        if written and from_strategy and written != from_strategy:
-            worker.diag.error(
-                f"{OPTIONS}.{from_strategy}",
-                f"true contradicts {worker.diag.path}.model_args.dtype {written}; keep only one of these keys",
-            )
-        return Role(job, worker, strategy, info, self._precision(job, worker, written or from_strategy or "bf16"))
+        return Role(job, worker, strategy, info, self._precision(job, worker, strategy))
 
-    def _precision(self, job: Job, worker: Worker, requested: Dtype) -> Dtype:
-        """Return the precision in which the role computes.
+    def _precision(self, job: Job, worker: Worker, strategy: Strategy) -> Dtype:
+        """Return the precision in which the role computes. Keys that contradict each other are refused.
 
         Training in fp16 is not available, so a trained role gets bf16 instead. With strict_strategies, nothing is
         replaced.
         """
+        found: dict[str, Dtype] = {"model_args.dtype": worker.model_args.dtype} if worker.model_args.dtype else {}
+        switches: tuple[Dtype, ...] = ("bf16", "fp16")
+        found |= {f"training_args.{name}": name for name in switches if getattr(worker.training_args, name)}
+        found |= {f"{OPTIONS}.{strategy.dtype}": strategy.dtype} if strategy.dtype else {}
+        key, requested = next(iter(found.items()), ("", "bf16"))
+        for other, dtype in found.items():
+            if dtype != requested:
+                contradicts = f"true contradicts {worker.diag.at(key)} {worker.model_args.dtype or 'true'}"
+                worker.diag.error(other, f"{contradicts}; keep only one of these keys")
         if job == "frozen" or requested != "fp16" or self._strict:
             return requested
-        key = "model_args.dtype" if worker.model_args.dtype else f"{OPTIONS}.fp16"
         text = "training in fp16 is not available, because gradients in fp16 need a scaled loss; bf16 takes its place"
         worker.diag.note(key, f"{text} (write fp32 if the GPU has no bf16)")
         return "bf16"

@@ -8,7 +8,6 @@ from roll_opd.algorithms.table import loss_facts
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.paths import PathError, find_path
 from roll_opd.base.user_modules import dotted_path
-from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import (
     AuxiliaryPlan,
     CriticPlan,
@@ -36,7 +35,7 @@ from roll_opd.planner.http_plans import check_http_teachers
 from roll_opd.planner.objective_plan import check_quantised, objective_plan
 from roll_opd.planner.read import Sections
 from roll_opd.planner.reward_sections import read_rewards
-from roll_opd.planner.role_reader import Roles, choose_mode
+from roll_opd.planner.role_reader import Roles
 from roll_opd.workflows.workflow_checks import argument_problems, name_problem
 
 TITLES = {
@@ -47,17 +46,15 @@ TITLES = {
 MAX_TOKENS = 2**31 - 1  # maximum tokens of a row that is not a prompt
 
 
-def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode of a run, and complete the configuration in `sections`.
+def complete(sections: Sections, values: Mapping[str, Any], mode: str) -> None:
+    """Complete the configuration in `sections`.
 
     Keys without a value from the user get their values from the algorithm or the environments.
     """
     if environment_sections.is_agentic(values):
         environment_sections.with_sampling(sections)
-    mode = choose_mode(values, sections, pure, diag)
     if isinstance(sections.top, Top):
         sections.top = expand(sections.top, sections.workers, mode)
-    return mode
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ def test_the_single_file_example_names_what_it_lacks(checkout: Path, bare: Path)
     )
 
 
+def test_an_installed_package_without_its_extra_names_the_extra(checkout: Path, bare: Path) -> None:
+    (checkout / "pyproject.toml").unlink()
+    done = ended([str(bare), "-m", "roll_opd", "plan"], checkout)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "lacks torch, vllm;" in done.stderr and "pip install 'roll_opd[cpu]'" in done.stderr
+
+
 @pytest.mark.parametrize("python", other_pythons())
 def test_a_python_of_another_version_ends_with_one_line(python: str, checkout: Path) -> None:
     single_file = [python, str(checkout / "examples/minimal_opd.py")]

@@ -115,7 +115,10 @@ def base_values(root: Path) -> dict[str, Any]:
     """Return a small pure-distillation configuration whose files exist under `root`."""
     write_model(root / "student", seed=1)
     write_model(root / "teacher", seed=2)
-    rows = [{"id": str(index), "messages": "[]", "tag": "math", "ground_truth": "1"} for index in range(3)]
+    rows = [
+        {"id": str(index), "messages": [{"role": "user", "content": "ab"}], "tag": "math", "ground_truth": "1"}
+        for index in range(3)
+    ]
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     student = str(root / "student")
     return {

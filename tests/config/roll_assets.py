@@ -52,7 +52,7 @@ def localise(root: Path, text: str, tags: dict[str, list[str]], *, weights: bool
         model_directory(root, name, weights=weights)
     for name in {match[1] for match in DATA.finditer(text)}:
         rows = [
-            {"id": str(index), "messages": "[]", "tag": tag, "ground_truth": "1"}
+            {"id": str(index), "messages": [{"role": "user", "content": "ab"}], "tag": tag, "ground_truth": "1"}
             for index, tag in enumerate(tags.get(name, ["math_rule"]))
         ]
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

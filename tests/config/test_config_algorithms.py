@@ -34,7 +34,7 @@ def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, name: 
     if row.advantage == "gae":
         changes["critic"] = {**rl["actor_train"], "data_args": None}
     if row.expert_data_ratio:
-        changes["demonstrations"] = {"data_args": rl["actor_train"]["data_args"]}
+        changes["demonstrations"] = {"data_args": rl["actor_train"]["data_args"], "response_key": "ground_truth"}
     run = plan(changes, pure=False, runnable=False)
     assert bool(row.expert_data_ratio) == (run.demonstrations is not None)
     objective = run.objective

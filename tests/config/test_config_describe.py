@@ -140,7 +140,9 @@ def test_demo_example_plans_cleanly() -> None:
 
 def test_gsm8k_example_plans_cleanly(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"id": "0", "messages": "[]", "tag": "math_rule", "ground_truth": "1"}\n')
+    rows.write_text(
+        '{"id": "0", "messages": [{"role": "user", "content": "ab"}], "tag": "math_rule", "ground_truth": "1"}\n'
+    )
     run = load_plan("gsm8k", "onpolicy_distill", [f"student_train.data_args.file_name={rows}"], pure=True)
     assert run.warnings == ()
     assert run.max_steps == 5

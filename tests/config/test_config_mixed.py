@@ -424,7 +424,6 @@ def test_keys_of_workflows_without_one_are_reported(mixed: dict[str, Any], plan:
         "prompt_key": "question",
         "reply_prefix": "<think>",
         "response_key": "answer",
-        "system_prompt": "Be brief.",
         "workflow_args": {"rounds": 2},
         "workflow_reward": "math_reward",
         "workflow_reward_args": {"strict": True},

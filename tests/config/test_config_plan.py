@@ -128,7 +128,7 @@ def test_top_level_coefficient_counts_and_a_teachers_own_wins(plan: Plan, values
     single = values.pop("teacher")
     write_model(root / "other", seed=9)
     other = {**single, "model_args": {"model_name_or_path": str(root / "other")}, "opd_kl_coef": 0.25}
-    rows = '{"messages": "[]", "tag": "math"}\n{"messages": "[]", "tag": "code"}\n'
+    rows = "".join(f'{{"prompt": "ab", "tag": "{tag}"}}\n' for tag in ("math", "code"))
     (root / "train.jsonl").write_text(rows)
     run = plan({"teacher": {"m": {**single, "tag_included": ["math"]}, "c": {**other, "tag_included": "code"}}})
     assert [(t.name, t.source.name, t.opd_kl_coef, t.tags) for t in run.teachers] == [

@@ -83,7 +83,9 @@ def test_configurations_for_another_machine_are_planned_and_not_run(
 ) -> None:
     """ROLL overwrites num_nodes and gives unknown tags to math_rule; a laptop may have only config.json."""
     monkeypatch.chdir(root)
-    (root / "val.jsonl").write_text('{"id": "1", "messages": "[]", "tag": "aime", "ground_truth": "1"}\n')
+    (root / "val.jsonl").write_text(
+        '{"id": "1", "messages": [{"role": "user", "content": "ab"}], "tag": "aime", "ground_truth": "1"}\n'
+    )
     (root / "bare").mkdir()
     (root / "bare" / "config.json").write_text((root / "teacher" / "config.json").read_text())
     run = plan(changes, runnable=False)
@@ -151,7 +153,10 @@ def test_the_last_domain_gets_what_the_others_leave(plan: Plan, problems: Proble
     """rlvr_pipeline.domain_batch_size: 0.6 and 0.3 of a batch, and the rest."""
     probs = "student_train.data_args.domain_interleave_probs"
     tags = {"rewards.code": {"worker_cls": "code_sandbox", "tag_included": ["code"], "unsafe": True}}
-    rows = "".join(f'{{"messages": "[]", "tag": "{tag}", "ground_truth": "1"}}\n' for tag in ("math", "code"))
+    rows = "".join(
+        f'{{"messages": [{{"role": "user", "content": "ab"}}], "tag": "{tag}", "ground_truth": "1"}}\n'
+        for tag in ("math", "code")
+    )
     (root / "train.jsonl").write_text(rows)
     run = plan({**tags, probs: {"math_rule": 0.6, "code": 0.3}})
     assert [round(stream.weight, 9) for stream in run.data.streams] == [0.6, 0.4]
@@ -163,7 +168,10 @@ def test_the_last_domain_gets_what_the_others_leave(plan: Plan, problems: Proble
 
 def test_rows_that_nobody_draws_need_nobody(plan: Plan, values: dict[str, Any], root: Path) -> None:
     _rename_roles(values)
-    rows = "".join(f'{{"messages": "[]", "tag": "{tag}", "ground_truth": "1"}}\n' for tag in ("math", "RLVR"))
+    rows = "".join(
+        f'{{"messages": [{{"role": "user", "content": "ab"}}], "tag": "{tag}", "ground_truth": "1"}}\n'
+        for tag in ("math", "RLVR")
+    )
     (root / "train.jsonl").write_text(rows)
     changes = {
         "adv_estimator": "grpo",

@@ -45,7 +45,8 @@ def test_every_example_with_every_launcher(example: tuple[str, str]) -> None:
     plan = load_plan(*example, **options(sorted(right)[0]), runnable=False)
     assert (to_json(plan)["mode"], to_json(plan)["pipeline"]) == (mode, kind)
     head = to_text(plan).splitlines()[0]
-    assert f"{kind} pipeline" in head and ("in environments" in head) == (kind == "agentic")
+    shown = "distill" if (mode, kind) == ("pure", "rlvr") else kind
+    assert f"{shown} pipeline" in head and ("in environments" in head) == (kind == "agentic")
 
 
 def test_a_users_module_needs_keys_and_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,10 @@ def test_defect_04_unknown_keys_are_refused(problems: Problems) -> None:
 
 def test_defect_04_unknown_tags_are_refused(problems: Problems, values: dict[str, Any], root: Path) -> None:
     """ROLL gives a row with a tag that no reward has to math_rule."""
-    rows = [{"id": "0", "messages": "[]", "tag": tag, "ground_truth": "1"} for tag in ("math", "poetry")]
+    rows = [
+        {"id": "0", "messages": [{"role": "user", "content": "ab"}], "tag": tag, "ground_truth": "1"}
+        for tag in ("math", "poetry")
+    ]
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _mixed(values)
     (found,) = problems(pure=False)

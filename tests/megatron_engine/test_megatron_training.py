@@ -1,6 +1,7 @@
 """Updates, checkpoints and refused updates: against naive training with Hugging Face and torch, and across layouts."""
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_data as data
@@ -12,7 +13,10 @@ import pytest
 import torch
 from megatron_answers import Answers
 from megatron_jobs import poison, training
+from transformers import get_scheduler
 
+from roll_opd.config.plan import OptimizerPlan
+from roll_opd.megatron.learner import _learning_rate_schedule
 from tests.cover import cover, tiered
 
 VARIANTS = [(layout, *variant) for layout in training.TRAIN_LAYOUTS for variant in training.train_variants(layout)]
@@ -173,3 +177,25 @@ def test_bf16_with_master_weights_follows_f32(answers: Answers, naive: Any, layo
     for name, tensor in final.items():
         assert weights[name].dtype == torch.bfloat16
         assert (weights[name].float() - tensor).abs().max() <= 1e-2 * tensor.abs().max(), name
+
+
+def test_the_last_update_has_a_learning_rate_above_zero() -> None:
+    """Against transformers' schedules, whose learning rate reaches 0 after the last update."""
+    total = 5
+    for kind in ("linear", "cosine"):
+        plan = OptimizerPlan(learning_rate=1.0, lr_scheduler_type=kind, total_steps=total)
+        group: dict[str, Any] = {"lr": 0.0}
+        schedule = _learning_rate_schedule(SimpleNamespace(param_groups=[group]), plan)
+        rates = []
+        for _ in range(total):
+            schedule.step(1)
+            rates.append(group["lr"])
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        theirs = get_scheduler(kind, optimizer, 0, total + 1)  # its first learning rate is that of no update of ours
+        expected = []
+        for _ in range(total):
+            optimizer.step()
+            theirs.step()
+            expected.append(theirs.get_last_lr()[0])
+        np.testing.assert_allclose(rates, expected)
+        assert rates[-1] > 0

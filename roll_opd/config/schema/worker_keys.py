@@ -100,7 +100,9 @@ class TrainingArgs(OptimizerKeys):
     )
     gradient_accumulation_steps: Many = key(1, "micro-batches in an update")
     warmup_steps: Count = key(0, "number of updates of the warm-up, in which the learning rate rises")
-    warmup_ratio: Fraction = key(0.0, "length of the warm-up as a fraction of all updates; used if warmup_steps is 0")
+    warmup_ratio: Fraction = key(
+        0.0, "length of the warm-up as a fraction of all updates; refused if warmup_steps is set as well"
+    )
     lr_scheduler_type: Literal[
         "linear",
         "constant",
@@ -112,9 +114,11 @@ class TrainingArgs(OptimizerKeys):
         "warmup_stable_decay",
     ] = key(
         "linear",
-        "schedule of the learning rate after the warm-up; linear: the learning rate falls linearly and reaches"
-        " min_lr at the last update",
+        "schedule of the learning rate after the warm-up; linear and cosine reach min_lr at the last update or, if"
+        " min_lr is 0, 0 after the last update",
     )
+    bf16: bool | None = key(None, "true: the role computes in bf16, as with model_args.dtype: bf16")
+    fp16: bool | None = key(None, "true: the role computes in fp16, as with model_args.dtype: fp16")
     lr_scheduler_kwargs: SchedulerArgs = key(SchedulerArgs(), "arguments of the schedule")
     max_grad_norm: NotNegative | None = key(
         None, "maximum gradient norm of this role; overrides the top-level key; 0: no clipping"
