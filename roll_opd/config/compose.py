@@ -9,8 +9,8 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +59,7 @@ class LoadedConfig:
         values: the configuration as plain data.
         origins: a map from each dotted key to its place, for example "file.yaml:12".
         variables: the top-level keys to which another value refers by `${name}`.
+        texts: a map from each key that an override sets to a number or a boolean, to the value as written.
         translation: for a configuration of Trinity-RFT, a report of how its keys were translated.
     """
 
@@ -68,6 +69,7 @@ class LoadedConfig:
     origins: dict[str, str]
     variables: frozenset[str] = frozenset()
     translation: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
@@ -122,7 +124,12 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     if diag.problems:
         raise ConfigError(diag.problems)
     variables = frozenset(REFERS.findall(str(OmegaConf.to_container(config))))
-    return LoadedConfig(name, directory, values, origins, variables)
+    texts = {
+        override.key_or_group: str(override.input_line).partition("=")[2].strip()
+        for override in parsed
+        if isinstance(override.value(), bool | int | float)
+    }
+    return LoadedConfig(name, directory, values, origins, variables, texts=texts)
 
 
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:

@@ -31,6 +31,7 @@ class Diagnostics:
     ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted but have no effect
     dropped: set[str] = field(default_factory=set)  # top-level keys that are not in the schema: probably variables
     renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> its path as written in the file
+    texts: Mapping[str, str] = field(default_factory=dict)  # path of an overridden key -> its value as written
     replaced: set[str] = field(default_factory=set)  # keys of the file that were overridden under another name
     path: str = ""
 

@@ -113,7 +113,10 @@ def _matching(pattern: str) -> list[Path]:
     The pattern is tried in each place of `candidates`, until a place has a match.
     """
     for place in candidates(pattern):
-        files = [Path(match) for match in glob.glob(str(place), recursive=True)]
+        # the names of existing directories, such as `runs [1]`, are no patterns
+        parent = next((parent for parent in (place, *place.parents) if parent.exists()), Path())
+        pattern = os.path.join(glob.escape(str(parent)), place.relative_to(parent))
+        files = [Path(match) for match in glob.glob(pattern, recursive=True)]
         if files := sorted(file.resolve() for file in files if file.is_file()):
             for place in {file.parent for file in files if file.name in SAVED}:
                 if message := saved(place):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.frozen import thaw
+from roll_opd.base.paths import plain_path
 from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.plugin import DIE_WITH_PARENT, PLUGIN_NAME
 from roll_opd.models.model_files import MULTIMODAL, read_json
@@ -216,6 +217,7 @@ def vllm_arguments(
     check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
     on_cpu = current_platform.is_cpu()
     arguments = resolve_engine_args(model, on_cpu=on_cpu, engine_args=engine_args, routes=routes, **plan)
+    arguments |= {name: plain_path(arguments[name]) for name in ("model", "tokenizer") if arguments.get(name)}
     arguments["weight_transfer_config"] = {"backend": weight_transfer}
     # imported modules are permanent; a full garbage collection over them would stall a batch for 0.3 s
     gc.collect()

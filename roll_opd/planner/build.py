@@ -101,7 +101,7 @@ def plan_config(
     loaded: LoadedConfig, *, pure: bool | None = None, pipeline: str | None = None, runnable: bool = True
 ) -> RunPlan:
     """Return the plan of a configuration that is already composed. See `load_plan`."""
-    diagnostics = Diagnostics(loaded.origins)
+    diagnostics = Diagnostics(loaded.origins, texts=loaded.texts)
     plan = _planned(loaded, pipeline_keys(loaded.values, pure, pipeline, diagnostics), pure, diagnostics)
     if plan is None or diagnostics.problems:
         found = [*diagnostics.problems, *(diagnostics.blockers if runnable else ())]

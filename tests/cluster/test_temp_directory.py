@@ -1,13 +1,15 @@
 """A run's directory for temporary files, if the directory in the environment variable cannot be used."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roll_opd.cluster.ray_environment import MAX_LENGTH, run_temp_directory
+from roll_opd.base.failures import RunError
+from roll_opd.cluster.ray_environment import MAX_LENGTH, MAX_RAY_LENGTH, run_temp_directory, socket_parent
 
 
 class Removing:
@@ -33,7 +35,24 @@ def test_a_directory_of_the_run(place: str, tmp_path: Path, monkeypatch: pytest.
         (directory,) = reaper.directories
         assert os.environ["TMPDIR"] == str(directory) == tempfile.gettempdir()
         assert directory.is_dir() and len(str(directory)) <= MAX_LENGTH
-        assert Path(os.environ["RAY_TMPDIR"]).is_dir()
-    directory.rmdir()
+        parent = Path(os.environ["RAY_TMPDIR"])
+        assert parent.is_dir() and len(str(parent)) <= MAX_RAY_LENGTH
+        assert place == "missing" or parent.samefile(outer)  # sessions stay on the user's disk
+    shutil.rmtree(directory)
+    assert place == "missing" or outer.is_dir()
     assert os.environ["TMPDIR"] == str(outer) and "RAY_TMPDIR" not in os.environ
     assert Path(tempfile.gettempdir()).is_dir()
+
+
+def test_a_directory_of_ray_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file" / "x"))
+    reaper: Any = Removing()
+    with pytest.raises(RunError, match="RAY_TMPDIR"), run_temp_directory(reaper):
+        pass
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "ray" / ("long" * 20)))
+    with run_temp_directory(reaper):
+        assert len(os.environ["RAY_TMPDIR"]) <= MAX_RAY_LENGTH
+    shutil.rmtree(reaper.directories[-1])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
+    assert len(socket_parent()) <= MAX_LENGTH

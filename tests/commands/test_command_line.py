@@ -2,6 +2,9 @@
 
 import argparse
 import gc
+import json
+import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -270,3 +273,21 @@ def test_a_run_collects_garbage_between_its_steps_and_never_in_one():
         assert not gc.isenabled()  # it was somebody else's choice
     finally:
         gc.enable()
+
+
+def test_names_with_letters_of_other_encodings_are_planned_in_every_locale(tmp_path: Path) -> None:
+    """Without Python's own remedies for the C locale, as with an 8-bit locale."""
+    shutil.copytree(DEMO, tmp_path / "demo")
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [
+        sys.executable,
+        "-m",
+        "roll_opd",
+        "plan",
+        "distill",
+        "onpolicy_distill.yaml",
+        "exp_name=größe 東",
+        "--json",
+    ]
+    done = subprocess.run(command, cwd=tmp_path / "demo", env={**os.environ, **variables}, capture_output=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["exp_name"] == "größe 東", done.stderr

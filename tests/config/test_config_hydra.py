@@ -171,3 +171,12 @@ def test_defaults_lists_may_choose_files_of_hydras(root: Path) -> None:
 def test_keys_of_hydras_are_checked(root: Path, section: Any, problem: str) -> None:
     _yaml(root / "run.yaml", {"hydra": section, "seed": 1})
     assert problem in _refused(str(root), "run", [])
+
+
+def test_a_key_for_a_text_takes_an_override_as_written(plan: Plan) -> None:
+    """Hydra reads 1e3 as a number; the name of a run is the text."""
+    for text in ("1e3", "007", "true", "1_000", "-3", "1.50"):
+        assert plan({}, (f"exp_name={text}",)).exp_name == text, text
+    assert plan({}, ("exp_name='1e3'", "seed=7")).seed == 7
+    with pytest.raises(ConfigError):
+        plan({}, ("seed=true",))

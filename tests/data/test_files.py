@@ -68,6 +68,16 @@ def test_a_directory_of_save_to_disk_is_refused_with_the_conversion(tmp_path: Pa
         open_file(str(tmp_path / "data.arrow"))
 
 
+def test_directories_with_special_characters_are_no_patterns(tmp_path: Path) -> None:
+    place = tmp_path / "runs [1] *" / "é#%"
+    place.mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl"):
+        (place / name).write_text('{"prompt": "1"}')
+    assert find_files(f"{place}/*.jsonl", None) == [place / "a.jsonl", place / "b.jsonl"]
+    assert find_files(f"{tmp_path}/runs [1] */**/b.jsonl", None) == [place / "b.jsonl"]
+    assert find_files(f"{place}/a.jsonl", None) == [place / "a.jsonl"]
+
+
 def test_tags_and_rows_of_every_kind_of_file(tmp_path: Path) -> None:
     tags: list[str | None] = ["math", None, "code"]
     jsonl = write_tags(tmp_path / "rows.jsonl", *tags)

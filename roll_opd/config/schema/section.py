@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, GetCoreSchemaHandler, ModelWrapValidatorHandler, ValidationInfo, model_validator
 from pydantic_core import CoreSchema
@@ -117,6 +117,9 @@ def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics,
     for name, value in data.items():
         if name in keys:
             value = None if value == "None" else value  # Python's null, as in ROLL's YAML files
+            if isinstance(value, bool | int | float) and _takes_text(keys[name]):
+                path = diag.at(name)
+                value = diag.texts.get(diag.renamed.get(path, path), value)  # exp_name=1e3 is a text as written
             if value is not None or _takes_null(keys[name]):
                 kept[name] = value
         elif name in section.ignored:
@@ -128,6 +131,18 @@ def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics,
 
 def _takes_null(annotation: Any) -> bool:
     return annotation is Any or (get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation))
+
+
+def _takes_text(annotation: Any) -> bool:
+    """Return whether a key takes a text, or several texts, but no number."""
+    if annotation is str:
+        return True
+    kind, members = get_origin(annotation), get_args(annotation)
+    if kind is Annotated or kind is tuple:
+        return _takes_text(members[0])
+    if kind in (Union, UnionType):
+        return all(_takes_text(member) for member in members if member is not NoneType)
+    return False
 
 
 def settle(section: Section, diag: Diagnostics, written: frozenset[str]) -> None:
