@@ -362,7 +362,6 @@ def test_keys_of_trinity_0_6_are_translated(plan: Planner) -> None:
         "algorithm.bypass_old_logprobs": True,
         "algorithm.rollout_correction": {"bypass_mode": True},
         "algorithm.kl_penalty_fn": "none",
-        "model.enable_thinking": False,
         "model.trust_remote_code": True,
         f"{place}.data_selector": {"selector_type": "shuffle", "seed": 3},
         f"{engine}.data_parallel_size": 1,
@@ -568,6 +567,8 @@ def test_all_refused_keys_are_reported_together(refusals: Any) -> None:
         (GRPO, {"explorer.rollout_model.data_parallel_size": 2}, "use more engines"),
         (GRPO, {"data": {"dataset_path": "x"}}, "before 0.2"),
         (GRPO, {"algorithm.sample_strategy_args": {"max_staleness": 2}}, "max_staleness: is not supported"),
+        # the template of the tests does not read it
+        (GRPO, {"model.enable_thinking": False}, "chat_template_kwargs.enable_thinking"),
         (GRPO, {"algorithm.sample_strategy": "warmup"}, "sample_strategy: warmup is not available"),
         (GRPO, {"algorithm.algorithm_type": "grop"}, "grop"),
         (GRPO, {"trainer.grad_clip": "much"}, "max_grad_norm"),  # our own check, with the place of their key

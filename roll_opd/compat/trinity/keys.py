@@ -71,10 +71,10 @@ _IMAGES = only(None, "", {}, instead="rows with images cannot be trained on; rem
 _EXTERNAL = only(None, {}, {"enable": False}, instead="the run starts its own engines; remove the section")
 _ROPE = only(None, {}, instead="move it to the model's config.json, remove the key")
 _CODE = nothing("code of a model directory is never run")
-_LORA = only(False, None, [], {}, instead="LoRA is not available; remove the key")
+_LORA = only(False, None, [], {}, instead="the student's adapter is set by model.lora_configs; remove the key")
 _LONG_PROMPT = nothing("on_long_prompt handles prompts that are too long")
 _LOGPROBS = nothing("log-probs of sampled tokens are always recorded")
-_THINKING = nothing("the model's chat template decides; a workflow may pass chat_template_kwargs")
+_THINKING = to("chat_template_kwargs.enable_thinking")
 
 _SELECTOR: dict[str, Rule] = {}
 for _name in ("task_selector", "data_selector"):  # names up to version 0.5, and since 0.6
@@ -111,7 +111,7 @@ ENGINE_KEYS: dict[str, Rule] = {
     "engine_type": only("vllm", "vllm_async", instead="engines are vLLM's; write vllm"),
     **_all(NOTHING, "use_v1 bundle_indices name"),
     "enable_history": nothing("the responses of a workflow are always recorded"),
-    "enable_thinking": _THINKING,
+    "enable_thinking": nothing("chat_template_kwargs applies to all models"),
     "enable_openai_api": nothing("every workflow has an OpenAI-compatible endpoint"),
     "enable_auto_tool_choice": nothing("tools of a request may always be called"),
     "reasoning_parser": nothing("thoughts are part of the response"),
@@ -142,6 +142,7 @@ ENGINE_KEYS: dict[str, Rule] = {
 ROLLOUT_KEYS: dict[str, Rule] = {
     **ENGINE_KEYS,
     "seed": to("seed"),
+    "enable_thinking": _THINKING,
     "tool_call_parser": to("tool_call_parser"),
     "model_path": nothing("it is the student's model"),
     **_all(PART, "gpu_memory_utilization enable_chunked_prefill"),
