@@ -155,7 +155,7 @@ class LocalModel:
             RewardError: if the engine has died. This error ends the run.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        tokens = np.array(token_ids(self._tokenizer, [text], [True])[0])
+        tokens = np.array(token_ids(self._tokenizer, [text], [None])[0])
         request = Request(0, tokens, seed=crc32(text.encode()) & 0x7FFFFFFF)  # equal prompts have equal responses
         generate: Any = next(self._engines).generate
         stream = generate.options(num_returns="streaming").remote(Compact([request]), self._plan.sampling)

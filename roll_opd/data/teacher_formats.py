@@ -19,6 +19,7 @@ import numpy as np
 from roll_opd.data.packed_logprobs import LogprobPacking, PackedError, read_packing, unpack_ids, unpack_logprobs
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.data.teacher_scores import TeacherScores
+from roll_opd.data.templates import token_ids
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -130,15 +131,15 @@ def _lightning_rows(table: "pa.Table", tokenizer: "PreTrainedTokenizerBase") -> 
             continue
         ids = np.array(tokenizer.encode(prompt, add_special_tokens=False), np.int64)
         row = _scores({"prompt_ids": ids, "response_ids": tokens, "logprobs": logprobs, "mask": mask}, {})
-        if isinstance(row, TeacherScores) and answer is not None and not _is_text_of(row, answer, tokenizer):
+        if isinstance(row, TeacherScores) and answer is not None and not _is_text_of(row, answer, prompt, tokenizer):
             row = BadRow(
                 INCONSISTENT, "response_tokens are not the tokens of the text response in the student's tokenizer"
             )
         yield row
 
 
-def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the response tokens are tokens of `text`.
+def _is_text_of(row: TeacherScores, text: str, prompt: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the response tokens are tokens of `text` after the prompt.
 
     This holds if the tokens decode to `text`, or if they equal the encoding of `text`. The tokens of a truncated answer
     may decode to `text` although the encoding of `text` has other tokens.
@@ -146,7 +147,7 @@ def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBa
     tokens = row.response_ids.tolist()
     if any(not 0 <= token < len(tokenizer) for token in tokens):
         return False
-    return tokenizer.decode(tokens) == text or tokenizer.encode(text, add_special_tokens=False) == tokens
+    return tokenizer.decode(tokens) == text or token_ids(tokenizer, [text], [prompt])[0] == tokens
 
 
 def _packed_rows(table: "pa.Table", packing: LogprobPacking) -> Iterator[TeacherScores | BadRow]:

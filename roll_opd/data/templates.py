@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.frozen import thaw
 from roll_opd.data.messages import tool_name
+from roll_opd.data.mid_text import mid_text
 from roll_opd.data.rows import DataError, Row
 from roll_opd.data.template_check import TemplateOmission, check_answer, render_complete
 
@@ -28,22 +29,26 @@ if TYPE_CHECKING:
 _PROBE = "a"  # any text
 
 
-def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]:
+def token_ids(tokenizer: Any, texts: Sequence[str], befores: Sequence[str | None]) -> list[list[int]]:
     """Return the token ids of each text.
 
-    `begins` has an entry for each text: whether the text begins a sequence. Such a text gets the BOS that the tokenizer
-    adds. A text that already starts with the BOS (possibly after blanks) gets no second BOS.
+    `befores` has the text of the sequence before each text, or None for a text that begins a sequence. Such a text gets
+    the BOS that the tokenizer adds. A text that already starts with the BOS (possibly after blanks) gets no second BOS.
     """
     if not texts:
         return []
     found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    bos = added_bos(tokenizer) if any(begins) else None
+    if any(befores) and (inside := mid_text(tokenizer)):
+        found = [
+            inside.ids(text, before) if before else ids for text, before, ids in zip(texts, befores, found, strict=True)
+        ]
+    bos = added_bos(tokenizer) if None in befores else None
     if bos is None:
         return found
     written = tokenizer.convert_ids_to_tokens(bos)
     return [
-        [bos, *ids] if first and ids[:1] != [bos] and not text.lstrip().startswith(written) else ids
-        for text, first, ids in zip(texts, begins, found, strict=True)
+        [bos, *ids] if before is None and ids[:1] != [bos] and not text.lstrip().startswith(written) else ids
+        for text, before, ids in zip(texts, befores, found, strict=True)
     ]
 
 
@@ -120,14 +125,15 @@ BASE = (
 class PromptText:
     """Text to tokenise.
 
-    If `begins` is set, the text begins a sequence and gets the BOS that the tokenizer adds (see `token_ids`).
+    `before` is the text of the sequence before it. If it is None, the text begins a sequence and gets the BOS that the
+    tokenizer adds (see `token_ids`).
 
     Raises `DataError` for text that is not valid UTF-8. Parts of a row that only a template reads are checked here for
     the first time.
     """
 
     text: str
-    begins: bool
+    before: str | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -206,8 +212,8 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
     if row.prompt is None:
         text = _complete(template, row, TEMPLATES[template].prompt, tokenizer, row)
-        return PromptText(text, begins=True)
-    return PromptText(row.prompt, begins=True)
+        return PromptText(text)
+    return PromptText(row.prompt)
 
 
 def render_answer(
@@ -223,7 +229,7 @@ def render_answer(
     whole = TEMPLATES[template].whole
     if row.prompt is not None or whole is None:
         _complete(template, row, check_answer, answer, answer["content"])
-        return PromptText(answer["content"] + end, begins=False)
+        return PromptText(answer["content"] + end, prompt.text)
     text = _complete(template, row, whole, tokenizer, row, answer)
     if not text.startswith(prompt.text):
         raise DataError(
@@ -234,7 +240,7 @@ def render_answer(
     # the student never samples text after the end-of-sequence token
     text = text[: text.rindex(end) + len(end)] if end and end in text else text.removesuffix("\n")
     _complete(template, row, check_answer, answer, text)
-    return PromptText(text, begins=False)
+    return PromptText(text, prompt.text)
 
 
 def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) -> Any:
@@ -247,7 +253,7 @@ def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
     """Return the token ids of each text, in order. The texts are tokenised in parallel."""
-    return token_ids(tokenizer, [text.text for text in texts], [text.begins for text in texts])
+    return token_ids(tokenizer, [text.text for text in texts], [text.before for text in texts])
 
 
 def _chat(chat_template: str | None = None, **variables: Any) -> Template:

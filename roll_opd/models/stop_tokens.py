@@ -13,7 +13,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from roll_opd.models.model_files import ModelFilesError, read_json
-from roll_opd.models.tokenizer_files import chat_template_of, special_tokens, tokens_by_id
+from roll_opd.models.tokenizer_files import chat_template_of, special_tokens
+from roll_opd.models.tokenizer_reading import read_tokenizer
 
 _QUESTION, _ANSWER = "roll-opd-question", "roll-opd-answer"
 
@@ -65,13 +66,13 @@ def turn_end(path: Path, template: str | None = None) -> TurnEnd | None:
             .from_string(source)
             .render(messages=turns, tools=None, documents=None, add_generation_prompt=False, **special_tokens(path))
         )
-        known = tokens_by_id(path)
+        known = read_tokenizer(path)
     except (jinja2.TemplateError, ModelFilesError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return None
     _, found, after = text.rpartition(_ANSWER)
     if not found or known is None:
         return None
-    return _read(after, {token: number for number, token in known.items()}, added_tokens(path))
+    return _read(after, {token: number for number, token in known.by_id.items()}, added_tokens(path))
 
 
 def _read(after: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> TurnEnd:
@@ -90,14 +91,8 @@ def _read(after: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> Tu
 
 def added_tokens(path: Path) -> dict[str, int]:
     """Return token -> id for a tokenizer's added tokens, such as chat-template tokens."""
-    found: dict[str, int] = {}
-    if (path / "tokenizer.json").is_file():
-        added = read_json(path / "tokenizer.json").get("added_tokens") or []
-        found |= {str(token["content"]): int(token["id"]) for token in added}
-    if (path / "tokenizer_config.json").is_file():
-        decoder = read_json(path / "tokenizer_config.json").get("added_tokens_decoder") or {}
-        found |= {str(token["content"]): int(number) for number, token in decoder.items()}
-    return {token: number for token, number in found.items() if token.strip()}
+    reading = read_tokenizer(path)
+    return {token: number for token, number in reading.added.items() if token.strip()} if reading else {}
 
 
 def stop_tokens(path: Path, engine_args: Mapping[str, Any]) -> StopTokens:
@@ -108,7 +103,8 @@ def stop_tokens(path: Path, engine_args: Mapping[str, Any]) -> StopTokens:
     """
     ids: set[int] = set()
     words: list[str] = []
-    tokens = {token: number for number, token in (tokens_by_id(path) or {}).items()}
+    reading = read_tokenizer(path)
+    tokens = {token: number for number, token in reading.by_id.items()} if reading else {}
     if (eos := special_tokens(path).get("eos_token")) in tokens:
         ids.add(tokens[eos])
         words.append(f"eos_token {eos} ({tokens[eos]}) of the tokenizer")

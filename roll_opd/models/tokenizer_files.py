@@ -6,22 +6,20 @@ warning.
 """
 
 import hashlib
-import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from roll_opd.base.failures import os_sentence
-from roll_opd.models.model_files import ModelFilesError, is_pointer, pointer_sentence, read_json
+from roll_opd.models.model_files import ModelFilesError, read_json
+from roll_opd.models.tokenizer_reading import MALFORMED, VOCABULARIES, declarations, read_tokenizer, refuse_pointers
 
 # steps of tokenizer.json that affect tokenization, in addition to its model
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-# keys of tokenizer_config.json that affect ids, most important first
-SPECIAL = ("eos_token", "bos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space")
-OTHER_FORMATS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
-
-
-MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError)
+# special tokens, and switches of tokenizer_config.json that affect ids, most important first
+TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
+SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space")
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class TokenizerComparison:
 
 def has_tokenizer(path: Path) -> bool:
     """Return whether a model directory has tokenizer files."""
-    return any((path / name).is_file() for name in ("tokenizer.json", *OTHER_FORMATS))
+    return any((path / name).is_file() for name in VOCABULARIES)
 
 
 def largest_token_id(path: Path) -> int | None:
@@ -45,26 +43,17 @@ def largest_token_id(path: Path) -> int | None:
     Raises ModelFilesError if the file cannot be read, if it is a git-LFS pointer, or if it is not in the format of the
     `tokenizers` library.
     """
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        for other in (path / name for name in OTHER_FORMATS):
-            if other.is_file() and is_pointer(other):
-                raise ModelFilesError(pointer_sentence(other))
+    if not (path / "tokenizer.json").is_file():
+        refuse_pointers(path)
         return None
-    content = read_json(file)
-    try:
-        added = [token["id"] for token in content.get("added_tokens") or []]
-        return max(map(operator.index, [*_vocabulary(content).values(), *added]), default=None)
-    except MALFORMED:
-        raise ModelFilesError(f"{file} is not in the format of the tokenizers library") from None
+    reading = read_tokenizer(path)
+    return max(reading.by_id, default=None) if reading else None
 
 
 def added_ids(path: Path) -> frozenset[int]:
-    """Return the ids of the added tokens in tokenizer.json, for example of template tokens."""
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        return frozenset()
-    return frozenset(int(token["id"]) for token in read_json(file).get("added_tokens") or [])
+    """Return the ids of the added tokens of a tokenizer, for example of template tokens."""
+    reading = read_tokenizer(path)
+    return frozenset(reading.added.values()) if reading else frozenset()
 
 
 def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
@@ -89,20 +78,17 @@ def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> Tok
 
 
 def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
-    files = [path / "tokenizer.json" for path in (student, other)]
-    if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
+    if _have_equal_files(student, other):
         return TokenizerComparison()
-    mine, theirs = tokens_by_id(student), tokens_by_id(other)
-    if mine is None or theirs is None:
-        unlike = [file for file in OTHER_FORMATS if _digest(student / file) != _digest(other / file)]
-        if mine == theirs and not unlike:
-            return TokenizerComparison()
-        what = unlike[0] if unlike else "tokenizer.json"
-        return TokenizerComparison(f"{what} differs; a comparison by token id needs tokenizer.json")
+    readings = read_tokenizer(student), read_tokenizer(other)
+    if not all(readings):
+        return TokenizerComparison("one of them has no file of a known format; a comparison by token id needs tokens")
+    mine, theirs = (reading.by_id for reading in readings if reading)
     differences = []
     if new := sorted(theirs.keys() - mine.keys()):
         many = f"{len(new)} token ids exist" if len(new) > 1 else "one token id exists"
         differences.append(f"{many} only in the {name}; {_first(new[0], theirs)}")
+    files = [path / "tokenizer.json" for path in (student, other)]
     if all(file.is_file() for file in files):
         differences += _pipeline_differences(read_json(files[0]), read_json(files[1]), name)
     return TokenizerComparison(
@@ -110,7 +96,14 @@ def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
     )
 
 
-def _id_conflict(mine: dict[int, str], theirs: dict[int, str], name: str) -> str | None:
+def _have_equal_files(student: Path, other: Path) -> bool:
+    """Return whether all files of two tokenizers are equal, except for their chat templates."""
+    return declarations(student) == declarations(other) and all(
+        _digest(student / name) == _digest(other / name) for name in VOCABULARIES
+    )
+
+
+def _id_conflict(mine: Mapping[int, str], theirs: Mapping[int, str], name: str) -> str | None:
     changed = [number for number in sorted(mine) if mine[number] != theirs.get(number)]
     if not changed:
         return None
@@ -120,25 +113,8 @@ def _id_conflict(mine: dict[int, str], theirs: dict[int, str], name: str) -> str
     return f"{counts}; {_first(first, mine)} in the student, {there}"
 
 
-def _first(number: int, tokens: dict[int, str]) -> str:
+def _first(number: int, tokens: Mapping[int, str]) -> str:
     return f"the first is id {number}: {tokens[number]!r}"
-
-
-def tokens_by_id(path: Path) -> dict[int, str] | None:
-    """Return a map from id to token, including added tokens, or None if no file has a known format."""
-    if (path / "tokenizer.json").is_file():
-        content = read_json(path / "tokenizer.json")
-        added = {int(token["id"]): token["content"] for token in content.get("added_tokens") or []}
-        return {number: token for token, number in _vocabulary(content).items()} | added
-    if not (path / "vocab.json").is_file():
-        return None
-    tokens = {number: token for token, number in read_json(path / "vocab.json").items()}
-    if (path / "added_tokens.json").is_file():
-        tokens |= {number: token for token, number in read_json(path / "added_tokens.json").items()}
-    if (path / "tokenizer_config.json").is_file():
-        decoder = read_json(path / "tokenizer_config.json").get("added_tokens_decoder") or {}
-        tokens |= {int(number): token["content"] for number, token in decoder.items()}
-    return tokens
 
 
 def vocabulary_fingerprint(path: Path) -> str:
@@ -147,9 +123,10 @@ def vocabulary_fingerprint(path: Path) -> str:
     If two fingerprints are equal, every id is the same token in both models. Padding rows of the embedding and chat
     templates do not affect the fingerprint.
     """
-    tokens = tokens_by_id(path)
-    if tokens is None:
+    reading = read_tokenizer(path)
+    if reading is None:
         return ""
+    tokens = reading.by_id
     state = hashlib.sha256()
     for number in sorted(tokens):
         state.update(f"{number}\0{tokens[number]}\0".encode("utf-8", "surrogatepass"))
@@ -164,18 +141,6 @@ def _pipeline_differences(mine: dict[str, Any], theirs: dict[str, Any], name: st
 
 def _digest(file: Path) -> str | None:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-
-
-def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
-    """Return a map from tokens to ids.
-
-    The file of a BPE model contains this map. The file of a unigram model lists [token, score] pairs in the order of
-    ids.
-    """
-    vocabulary = content.get("model", {}).get("vocab") or {}
-    if isinstance(vocabulary, list):
-        return {str(item[0]): index for index, item in enumerate(vocabulary)}
-    return vocabulary
 
 
 def _merges(content: dict[str, Any]) -> list[str]:
@@ -198,19 +163,14 @@ def _merges_difference(mine: list[str], theirs: list[str], name: str) -> str | N
 
 def _settings(path: Path) -> dict[str, Any]:
     file = path / "tokenizer_config.json"
-    content = read_json(file) if file.is_file() else {}
-    found = {}
-    for name in SPECIAL:
-        value = content.get(name)
-        # a missing switch means false; a token is a string or {"content": string}
-        found[name] = value.get("content") if isinstance(value, dict) else (value or None)
-    return found
+    values = (read_json(file) if file.is_file() else {}) | dict.fromkeys(TOKENS) | special_tokens(path)
+    return {name: values.get(name) or None for name in (*TOKENS, *SWITCHES)}  # a missing switch means false
 
 
 def _settings_difference(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> str | None:
     found = [
         f"{key} is {mine[key]!r} in the student, {theirs[key]!r} in the {name}"
-        for key in SPECIAL
+        for key in mine
         if mine[key] != theirs[key]
     ]
     return "; ".join(found) or None
@@ -242,13 +202,8 @@ def has_chat_template(path: Path) -> bool:
 
 def special_tokens(path: Path) -> dict[str, str]:
     """Return the named special tokens (such as eos_token) that chat templates use."""
-    found: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        for name, value in (read_json(path / file) if (path / file).is_file() else {}).items():
-            token = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(token, str):
-                found[name] = token
-    return found
+    reading = read_tokenizer(path)
+    return dict(reading.named) if reading else {}
 
 
 def chat_template_of(path: Path) -> Any:

@@ -56,7 +56,7 @@ async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | Non
         await _check_tokenizer(scorer, tokenizer)
     else:
         _log.warning("teacher %s: context length and tokenizer of %s are not checked", scorer.name, scorer.plan.server)
-    (ids,) = token_ids(load_tokenizer(str(tokenizer)), ["The sum of 12 and 30 is 42, not 43."], [False])
+    (ids,) = token_ids(load_tokenizer(str(tokenizer)), ["The sum of 12 and 30 is 42, not 43."], [""])
     tokens = np.array(ids, np.int64)
     await _check_repeats(scorer, Question(tokens, 1))
     if target == "topk":
@@ -104,7 +104,7 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
     Nothing is checked if the server has no endpoint that tokenizes. Raises RunError if the token ids differ.
     """
     probes = probe_strings()
-    expected = token_ids(load_tokenizer(str(tokenizer)), probes, [False] * len(probes))
+    expected = token_ids(load_tokenizer(str(tokenizer)), probes, [""] * len(probes))
     for url in scorer.plan.url:
         endpoint = _endpoint(scorer, url, "/tokenize", "POST")
         body = {"model": scorer.model, "prompt": probes[0], "add_special_tokens": False}

@@ -198,7 +198,7 @@ def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
             texts[number] = text
     if not texts:
         return []
-    encoded = token_ids(load_tokenizer(str(model)), list(texts.values()), [False] * len(texts))
+    encoded = token_ids(load_tokenizer(str(model)), list(texts.values()), [""] * len(texts))
     return [
         changed(
             chosen[number],

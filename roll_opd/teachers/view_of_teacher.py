@@ -12,6 +12,7 @@ from roll_opd.models.model_info import read_model
 from roll_opd.models.stop_tokens import stop_tokens, turn_end
 from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.models.tokenizer_files import special_tokens
+from roll_opd.models.tokenizer_reading import has_all_tokens
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
 from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
 from roll_opd.teachers.turn_markup import NO_MARKUP, TurnMarkup, turn_markup
@@ -42,8 +43,8 @@ def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
 
 
 def tokenizer_content(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer.json. If this file is missing, the tokenizer is converted from another format."""
-    if (path / "tokenizer.json").is_file():
+    """Return the content of tokenizer.json. If it lacks tokens, this is the content of the loaded tokenizer."""
+    if has_all_tokens(path):
         return read_json(path / "tokenizer.json")
     converted: Any = load_tokenizer(str(path))
     return json.loads(converted.backend_tokenizer.to_str())

@@ -101,7 +101,7 @@ class CallTree:
         """
         parent = self.continued(text)
         new = text[len(parent.text) :] if parent else text
-        own = np.array(token_ids(self._tokenizer, [new], [parent is None])[0], dtype=np.int64)
+        own = np.array(token_ids(self._tokenizer, [new], [parent.text if parent else None])[0], dtype=np.int64)
         return (np.concatenate([parent.tokens, own]) if parent else own), parent
 
     def add(

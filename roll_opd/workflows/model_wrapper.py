@@ -222,7 +222,7 @@ class ModelWrapper(ModelClients):
     async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:
         """Async form of `generate`."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        tokens = [np.array(ids) for ids in token_ids(self.tokenizer, texts, [True] * len(texts))]
+        tokens = [np.array(ids) for ids in token_ids(self.tokenizer, texts, [None] * len(texts))]
         run, found = self._state(), Responses()
         for text, responses in zip(texts, await self._respond(run, tokens, options), strict=True):
             for response, _ in responses:

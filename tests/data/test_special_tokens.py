@@ -67,9 +67,9 @@ def test_a_tokenizer_adds_its_bos_and_nothing_else(
     texts = ["a b", "<s> a", " <s> a", "a <s>", "</s> a"]
     whole = [[A, B], [BOS, A], [BOS, A], [A, BOS], [EOS, A]]
     expected = [ids if bos is not None and ids[0] == bos else [*first, *ids] for ids in whole]
-    assert token_ids(tokenizer, texts, [True] * 5) == expected
-    assert token_ids(tokenizer, texts, [False] * 5) == whole
-    assert token_ids(tokenizer, texts[:2], [False, True]) == [whole[0], expected[1]]
+    assert token_ids(tokenizer, texts, [None] * 5) == expected
+    assert token_ids(tokenizer, texts, [""] * 5) == whole
+    assert token_ids(tokenizer, texts[:2], ["", None]) == [whole[0], expected[1]]
     assert token_ids(tokenizer, [], []) == []
 
 

@@ -1,0 +1,65 @@
+"""The reading of a tokenizer equals the tokenizer that transformers loads, for every file that declares tokens."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from roll_opd.models.tokenizer_files import compare_tokenizers
+from roll_opd.models.tokenizer_reading import has_all_tokens, read_tokenizer
+
+STUDENT = Path(__file__).parents[2] / "examples/demo/models/student"
+X = {"content": "<x>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+# file -> entries that are added to it
+VARIANTS: list[dict[str, dict[str, Any]]] = [
+    {},
+    {"tokenizer_config.json": {"added_tokens_decoder": {"261": X}}},
+    {"tokenizer_config.json": {"added_tokens_decoder": {"300": X}}},  # gets id 261
+    {"tokenizer_config.json": {"added_tokens_decoder": {"5": X | {"content": "<|end|>"}}}},  # keeps its id
+    {"tokenizer_config.json": {"extra_special_tokens": ["<x>"]}},
+    {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<x>"}}},
+    {"tokenizer_config.json": {"mask_token": "<x>"}},
+    {"tokenizer_config.json": {"eos_token": X | {"__type": "AddedToken"}}},
+    {"special_tokens_map.json": {"eos_token": "<x>"}},
+    {"special_tokens_map.json": {"eos_token": "<|user|>"}},
+    {"added_tokens.json": {"<x>": 261}},
+]
+
+
+def variant(path: Path, changes: dict[str, dict[str, Any]]) -> Path:
+    shutil.copytree(STUDENT, path)
+    for name, entries in changes.items():
+        values = json.loads((path / name).read_text()) if (path / name).is_file() else {}
+        (path / name).write_text(json.dumps(values | entries))
+    return path
+
+
+@pytest.mark.slow
+def test_a_reading_is_the_loaded_tokenizer(tmp_path: Path) -> None:
+    for number, changes in enumerate(VARIANTS):
+        path = variant(tmp_path / str(number), changes)
+        loaded, found = AutoTokenizer.from_pretrained(path), read_tokenizer(path)
+        assert found is not None, changes
+        assert {token: number for number, token in found.by_id.items()} == loaded.get_vocab(), changes
+        assert dict(found.added) == {str(token): n for n, token in loaded.added_tokens_decoder.items()}, changes
+        names = loaded.special_tokens_map.items()
+        assert dict(found.named) == {name: token for name, token in names if isinstance(token, str)}, changes
+        assert has_all_tokens(path) == (len(loaded) == 261 and "special_tokens_map.json" not in changes), changes
+
+
+@pytest.mark.slow
+def test_tokenizers_that_differ_in_one_file(tmp_path: Path) -> None:
+    """The student has <x> as id 261, the other has <y>, in each of the files that can declare it."""
+    for number, changes in enumerate(VARIANTS):
+        if "<x>" not in json.dumps(changes):
+            continue
+        other = json.loads(json.dumps(changes).replace("<x>", "<y>"))
+        paths = [variant(tmp_path / f"{number}{name}", found) for name, found in (("a", changes), ("b", other))]
+        found = compare_tokenizers(*paths)
+        assert found.conflict and "id 261: '<x>' in the student, '<y>' in the teacher" in found.conflict, changes
+        assert compare_tokenizers(STUDENT, paths[1]).conflict is None  # the student cannot write <y>
+        same = variant(tmp_path / f"{number}c", changes)
+        assert compare_tokenizers(paths[0], same) == compare_tokenizers(paths[0], paths[0])
