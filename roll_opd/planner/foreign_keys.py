@@ -3,15 +3,17 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# {train} and {infer} are the student's sections; NOTHING precedes the reason why a word has no counterpart here
+# {train} and {infer} are the student's sections, {role} is the role of the written key, or {train};
+# NOTHING precedes the reason why a word has no counterpart here
 NOTHING = "nothing: "
+SECTIONS = ("model_args", "training_args", "strategy_args", "generating_args", "data_args")
 _LENGTH = "sequence_length (prompt and response) or response_length"
 _EPOCHS = "max_steps, because a run with rollouts counts steps and not epochs"
 _MINI_BATCH = (
     "{train}.training_args.gradient_accumulation_steps (an update has it x per_device_train_batch_size x ranks)"
 )
-_DTYPE = "{train}.model_args.dtype (bf16, fp16 or fp32)"
-_MODEL = "{train}.model_args.model_name_or_path"
+_DTYPE = "{role}.model_args.dtype (bf16, fp16 or fp32)"
+_MODEL = "{role}.model_args.model_name_or_path"
 _ROWS = "{train}.data_args.file_name, with the path of a JSONL or Parquet file"
 _HELD_OUT = "validation.data_args.file_name"
 _TRACKERS = "track_with"
@@ -122,7 +124,8 @@ def advice(path: str, train: str, infer: str) -> str | None:
     place = next(filter(None, found), None)
     if place is None:
         return None
-    place = place.format(train=train, infer=infer)
+    inside = next((number for number, part in enumerate(parts) if part in SECTIONS), 0)  # of a role
+    place = place.format(train=train, infer=infer, role=".".join(parts[:inside]) or train)
     return f"remove it ({place.removeprefix(NOTHING)})" if place.startswith(NOTHING) else f"use {place}"
 
 

@@ -10,7 +10,7 @@ from roll_opd.planner.foreign_keys import NOTHING, WORDS
 from roll_opd.planner.key_hints import _tree
 
 Problems = Callable[..., list[str]]
-ROLES: dict[str, type[Section]] = {"{train}": Worker, "{infer}": Worker, "teacher": TeacherWorker}
+ROLES: dict[str, type[Section]] = {"{role}": Worker, "{train}": Worker, "{infer}": Worker, "teacher": TeacherWorker}
 
 
 def test_every_answer_names_keys_that_exist() -> None:
@@ -50,6 +50,8 @@ def test_words_and_sections_of_other_tools_are_refused_in_files_and_overrides(
         for text, place in ((of_override, "command line"), (of_file, "run.yaml:")):
             assert text.startswith(f"{top}: unknown") and answer in text and place in text, text
         values.pop(top)
+    (of_role,) = problems(overrides=("teacher.model_args.torch_dtype=bfloat16",))
+    assert "use teacher.model_args.dtype" in of_role
 
 
 def test_a_key_of_another_meaning_is_never_near() -> None:
