@@ -11,7 +11,7 @@ from roll_opd.actors.sampler import Request
 from roll_opd.cluster.batched_calls import coalesced
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
-from roll_opd.models.device_phases import Part, Phase
+from roll_opd.models.device_phases import NOTHING, SERVING, WEIGHTS, Part, Phase, needs
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description
 from roll_opd.weight_sync.bucket_writer import BucketHost
@@ -23,6 +23,7 @@ class RolloutWorker(BucketHost):
 
     _engine: Any
 
+    @needs(NOTHING)
     async def setup(
         self,
         plan: RolloutPlan,
@@ -53,6 +54,7 @@ class RolloutWorker(BucketHost):
         )
         self._sleep_level = plan.sleep_level
 
+    @needs(NOTHING)
     async def offload(self, parts: Collection[Part], phase: Phase) -> None:
         """Release all device memory of the engine, so that other roles can use it during `phase`.
 
@@ -60,10 +62,12 @@ class RolloutWorker(BucketHost):
         """
         await self._engine.sleep(self._sleep_level, phase)
 
+    @needs(NOTHING)
     async def onload(self, parts: Collection[Part]) -> None:
         """Restore `parts` of the engine's device memory."""
         await self._engine.wake_up(parts)
 
+    @needs(SERVING)
     async def generate(
         self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int | None = None
     ) -> AsyncIterator[Compact]:
@@ -79,6 +83,7 @@ class RolloutWorker(BucketHost):
             async for finished in answers:
                 yield Compact(finished)
 
+    @needs(SERVING)
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Return the log-probs of all tokens except the first, f32 [T-1].
 
@@ -86,14 +91,17 @@ class RolloutWorker(BucketHost):
         """
         return await self._engine.prompt_logprobs(tokens)
 
+    @needs(NOTHING)
     async def weights_version(self) -> int:
         """Return the version of the engine's weights."""
         return self._engine.weights_version
 
+    @needs(WEIGHTS)
     async def begin_update(self, version: int) -> None:
         """See `InferenceEngine.begin_update`."""
         await self._engine.begin_update(version)
 
+    @needs(WEIGHTS)
     async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
         """Load a part of the weights.
 
@@ -104,14 +112,17 @@ class RolloutWorker(BucketHost):
         if last:
             await self._engine.finish_update()
 
+    @needs(WEIGHTS)
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
         """Connect to the sender of weights."""
         await self._engine.init_weight_transfer(info)
 
+    @needs(NOTHING)
     async def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
         """Copy a bucket into this host's shared memory; return the description of the copy."""
         return self.hold(await content[0], bucket)
 
+    @needs(NOTHING)
     async def close(self) -> None:
         """Stop the engine. After this call, the caller kills this process."""
         await self._engine.close(collect=False)

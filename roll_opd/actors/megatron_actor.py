@@ -18,7 +18,7 @@ import ray
 from roll_opd.cluster.worker_progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TrainPlan
 from roll_opd.inference.engine_arguments import DTYPE_NAMES
-from roll_opd.models.device_phases import Part, Phase
+from roll_opd.models.device_phases import LEARNING, NOTHING, STATE, WEIGHTS, Part, Phase, needs
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.sharding import DPShard, Packing
 from roll_opd.samples.transport import Compact
@@ -38,11 +38,13 @@ class _Rank(BucketHost):
     _listening: socket.socket | None = None  # on rank 0: keeps the port from being taken by other processes
     _store: Any = None  # rendezvous of the process group, on rank 0
 
+    @needs(NOTHING)
     def address(self) -> tuple[str, int]:
         """Open a port for the process group's rendezvous; return this node's address and the port."""
         self._listening = socket.create_server(("", 0), backlog=1024)
         return ray.util.get_node_ip_address(), self._listening.getsockname()[1]
 
+    @needs(NOTHING)
     def setup(
         self,
         *,
@@ -83,18 +85,22 @@ class _Rank(BucketHost):
 
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
+    @needs(NOTHING)
     def offload(self, parts: Sequence[Part], phase: Phase) -> None:
         """Release the device memory of `parts` during `phase`, so that other roles can use it."""
         self._engine.offload(parts, phase)
 
+    @needs(NOTHING)
     def onload(self, parts: Sequence[Part]) -> None:
         """Restore offloaded parts on the device."""
         self._engine.memory.onload(parts)
 
+    @needs(WEIGHTS)
     def compute_logprobs(self, shard: DPShard, temperature: float) -> Compact:
         """See `MegatronEngine.compute_logprobs`."""
         return Compact(self._engine.compute_logprobs(temperature=temperature, **_read(shard)))
 
+    @needs(WEIGHTS)
     def compute_targets(self, shard: DPShard, temperature: float, **wanted: Any) -> Compact:
         """Return the result of `MegatronEngine.compute_targets`.
 
@@ -102,6 +108,7 @@ class _Rank(BucketHost):
         """
         return Compact(self._targets(shard, temperature, wanted))
 
+    @needs(WEIGHTS)
     def hold_targets(
         self, shard: DPShard, temperature: float, kept: Sequence[str] | None = None, **wanted: Any
     ) -> tuple[Compact, dict[int, TargetRef]] | None:
@@ -141,6 +148,7 @@ class _Rank(BucketHost):
         request = TargetRequest(**wanted)
         return self._engine.compute_targets(temperature=temperature, request=request, **_read(shard))
 
+    @needs(NOTHING)
     def written(self, *, wait: bool) -> list[Path] | None:
         """Return the files of the last save.
 
@@ -159,6 +167,7 @@ class _Rank(BucketHost):
             self._files = Future()
             self._files.set_result(_all_files(parts))
 
+    @needs(WEIGHTS)
     def output_head(self) -> list[ray.ObjectRef] | None:
         """Return a list with a reference to the full output embedding on one rank, and None on all other ranks."""
         head = self._engine.output_head()
@@ -180,19 +189,23 @@ class FollowingWorker(_Rank):
         assert isinstance(plan, FollowingPlan)
         return MegatronFollower(plan, seed=seed, deterministic=deterministic)
 
+    @needs(WEIGHTS)
     def load_weights(self, bucket: Description, *, last: bool) -> None:
         """Load a bucket of the student's weights; see `MegatronFollower.follow`."""
         _, weights = map_bucket(bucket["path"], bucket["size"], bucket["tensors"])
         self._engine.follow(dict(weights), last=last)
 
+    @needs(NOTHING)
     def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
         """Copy a bucket into this host's shared memory; return the description of the copy."""
         return self.hold(ray.get(content[0]), bucket)
 
+    @needs(WEIGHTS)
     def save(self, directory: Path) -> None:
         """Save the weights in `directory`. Call `written` to get the list of files."""
         self._write(self._engine.save(directory, later=self._async_save))
 
+    @needs(WEIGHTS)
     def load(self, directory: Path) -> None:
         """Load a saved state."""
         self._engine.load(directory)
@@ -201,6 +214,7 @@ class FollowingWorker(_Rank):
 class _TrainableRank(_Rank):
     """Base class of the ranks of trainable models. It saves and loads the training state."""
 
+    @needs(STATE)
     def save(self, directory: Path) -> None:
         """Save the training state in state/, the model in hf/, and a LoRA adapter in adapter/.
 
@@ -215,6 +229,7 @@ class _TrainableRank(_Rank):
             parts.append(save_adapter(self._engine, directory / "adapter", later=later))
         self._write(*parts)
 
+    @needs(STATE)
     def load(self, directory: Path) -> None:
         """Load a saved state."""
         from roll_opd.megatron.checkpoint import load_state
@@ -239,6 +254,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
         assert isinstance(plan, TrainPlan)
         return MegatronTrainer(plan, seed=seed, deterministic=deterministic)
 
+    @needs(LEARNING)
     def update(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Make one optimizer update from a mini-batch; see `MegatronTrainer.update`.
 
@@ -246,6 +262,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
         """
         return self._with_gradient(self._engine.update, shard, objective, temperature, step)
 
+    @needs(LEARNING)
     def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`.
 
@@ -259,10 +276,17 @@ class TrainWorker(_TrainableRank, BucketWriter):
         new_logprobs = {number: values for number, values in result.logprobs.items() if _lacks_old(samples[number])}
         return Compact(replace(result, logprobs=new_logprobs))
 
+    @needs(LEARNING)
     def optim_step(self, learning_rate: float | None) -> Any:
         """Make one optimizer update from the accumulated gradients; see `MegatronTrainer.optim_step`."""
         return self._engine.optim_step(learning_rate)
 
+    @needs(NOTHING)
+    def discard_gradient(self) -> None:
+        """See `MegatronLearner.discard_gradient`."""
+        self._engine.discard_gradient()
+
+    @needs(WEIGHTS)
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef], logit_cap: float | None) -> None:
         """Load a teacher's output embedding, and the cap of the teacher's logits.
 
@@ -270,6 +294,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
         """
         self._engine.load_teacher_head(name, ray.get(head[0]), logit_cap)
 
+    @needs(WEIGHTS)
     def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this rank with the LoRA adapters disabled.
 
@@ -278,10 +303,12 @@ class TrainWorker(_TrainableRank, BucketWriter):
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
 
+    @needs(WEIGHTS)
     def share_without_adapter(self, shard: DPShard, method: str, *args: Any, **kwargs: Any) -> Any:
         """Do what `without_adapter` does, for a method whose first argument is a shard."""
         return self.without_adapter(method, shard, *args, **kwargs)
 
+    @needs(WEIGHTS)
     def send_weights(
         self, backend: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
     ) -> None:
@@ -292,6 +319,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
             self._sender = CudaSender(backend, self._engine, engines, engine_ranks, dtype)
         self._sender.send(version)
 
+    @needs(WEIGHTS)
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
         """See `BucketWriter.begin_writing`."""
         from roll_opd.megatron.export import weight_buckets
@@ -309,10 +337,12 @@ class CriticWorker(_TrainableRank):
         assert isinstance(plan, CriticPlan)
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
 
+    @needs(WEIGHTS)
     def values(self, shard: DPShard) -> Compact:
         """Return the value of the state before each response token; see `MegatronCritic.values`."""
         return Compact(self._engine.values(_sequences(shard), shard.micro_batches))
 
+    @needs(LEARNING)
     def update(self, shard: DPShard) -> Compact:
         """Make one optimizer update from a mini-batch; see `MegatronCritic.update`."""
         return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))

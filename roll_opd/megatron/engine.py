@@ -82,6 +82,7 @@ class MegatronEngine:
     """Frozen model that computes log-probs."""
 
     trainable = False
+    _has_gradient = False  # whether a gradient was accumulated since the last update
     chunks: Sequence[torch.nn.Module]
 
     def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = True) -> None:
@@ -307,7 +308,7 @@ class MegatronEngine:
         """Free device memory for other roles during a phase; see `DeviceMemory.offload`. Collective."""
         if Part.WEIGHTS in parts:
             self.wait_for_weights()
-        self.memory.offload(parts, phase)
+        self.memory.offload(parts, phase, keeps_gradients=self._has_gradient)
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
         """Return the tensors that occupy device memory between calls."""

@@ -3,7 +3,7 @@
 The engine makes one optimizer update per mini-batch. If a loss or gradient is not finite, all ranks skip the update.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from roll_opd.megatron.router import (
     reset_expert_counts,
     update_biases,
 )
-from roll_opd.models.device_phases import Part
+from roll_opd.models.device_phases import Part, Phase
 from roll_opd.samples.sample import Sample
 
 
@@ -90,7 +90,6 @@ class MegatronLearner(MegatronEngine):
         config.routing_replay.replays = plan.router_replay == "R3"  # type: ignore[attr-defined]
         self._router_sums: dict[str, float] = {}
         config.grad_scale_func = self.optimizer.scale_loss
-        self._has_gradient = False  # whether a gradient was accumulated since the last update
         self._losses: list[Tensor] = []  # losses of the micro-batches whose gradients are accumulated
 
     def _update(
@@ -102,8 +101,13 @@ class MegatronLearner(MegatronEngine):
         assigned: list[list[int]] | None = None,
     ) -> Update:
         """Make one optimizer update from a mini-batch. Collective. See `_add_gradient` for the arguments."""
-        self._has_gradient = False
+        self.discard_gradient()
         return self._apply(self._add_gradient(samples, loss, temperature, group_size, assigned))
+
+    def discard_gradient(self) -> None:
+        """Discard the accumulated gradient. Collective. The next gradient starts from zero."""
+        self._wait_for_gradient()
+        self._has_gradient = False
 
     def _add_gradient(
         self,
@@ -114,6 +118,9 @@ class MegatronLearner(MegatronEngine):
         assigned: list[list[int]] | None = None,
     ) -> Update:
         """Accumulate the gradient of a mini-batch's loss. Collective.
+
+        If the call raises an error, the gradient of earlier calls is discarded too, because a part of this mini-batch's
+        gradient may have been added to it.
 
         Args:
             loss: returns (part of the loss, report) for a micro-batch. The part is already divided by the global count.
@@ -134,6 +141,7 @@ class MegatronLearner(MegatronEngine):
             raise ValueError("with overlap_grad_reduce, call forward_backward only once per optimizer step")
         if assigned is None:
             assigned = self._assigned(samples, self.plan.train_limits, group_size)
+        self._has_gradient = False
         reports = self._run(samples, assigned, temperature, loss, forward_only=False)
         self._has_gradient = True
         self._losses += [report["sums"]["weighted_loss"] for report in reports]
@@ -144,6 +152,7 @@ class MegatronLearner(MegatronEngine):
 
         Returns a copy of `added` that contains the results of the optimizer update.
         """
+        self.memory.check("update", *Part)
         finalize_model_grads(list(self.chunks))
         finite = self._all_finite()
         self.scheduler.step(1)
@@ -159,6 +168,11 @@ class MegatronLearner(MegatronEngine):
             update_biases(self.chunks, self.weights.config.moe_router_bias_update_rate)
         rate = float(self.optimizer.param_groups[0]["lr"])
         return replace(added, grad_norm=grad_norm, learning_rate=rate, applied=bool(applied))
+
+    def offload(self, parts: Iterable[Part], phase: Phase) -> None:
+        """Do what `MegatronEngine.offload` does. An accumulated gradient is copied to the host."""
+        self._wait_for_gradient(is_kept=True)
+        super().offload(parts, phase)
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
         """Return weights, gradients and optimizer state.
@@ -187,6 +201,17 @@ class MegatronLearner(MegatronEngine):
         if self.plan.optimizer.overlap_param_gather:
             groups = self.chunks[-1].param_to_bucket_group
             model.before_head = lambda weight: groups[weight].finish_param_sync() if weight in groups else None
+
+    def _wait_for_gradient(self, *, is_kept: bool = False) -> None:
+        """Wait for reductions of gradients that run in the background.
+
+        If `is_kept` is false, the buffers are then free for another gradient, and the reduced gradient is lost.
+        """
+        for chunk in self.chunks if self.plan.optimizer.overlap_grad_reduce else ():
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if group.grad_reduce_handle is not None:
+                    group.grad_reduce_handle.wait()
+                    group.grad_reduce_handle = group.grad_reduce_handle if is_kept else None
 
     def wait_for_weights(self) -> None:
         """Wait until parameters are gathered after an update. Collective."""

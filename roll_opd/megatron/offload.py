@@ -1,8 +1,9 @@
 """Offload of an engine's device memory to the host while other roles use the device.
 
 Storages are moved, not tensors: a storage is copied to the host, emptied, and later refilled. So all views stay valid,
-for example parameters and gradients in Megatron's buffers, and shards of the distributed optimizer. Gradients are not
-copied, because they are set to zero before use. On a CPU, host memory takes the place of device memory.
+for example parameters and gradients in Megatron's buffers, and shards of the distributed optimizer. Gradients are
+copied only while a gradient is accumulated; otherwise they are set to zero before use. On a CPU, host memory takes the
+place of device memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,16 +67,19 @@ class DeviceMemory:
         """Return the number of bytes on the device for each part."""
         return {part: sum(s.nbytes() for s in stored.values()) for part, stored in self._storages().items()}
 
-    def offload(self, parts: Iterable[Part], phase: Phase) -> None:
+    def offload(self, parts: Iterable[Part], phase: Phase, *, keeps_gradients: bool = False) -> None:
         """Move parts to the host and free their device memory. Parts that are already offloaded are skipped.
 
-        The content of gradients is not copied. `phase`: the current phase, for the error message of `check`.
+        Args:
+            phase: the current phase, for the error message of `check`.
+            keeps_gradients: whether the content of gradients is copied to the host. Otherwise it is lost.
         """
         storages = self._storages()
         torch.cuda.synchronize()
         for part in Part:
             if part in parts and part not in self._offloaded:
-                self._offloaded[part] = self._stored(part, list(storages[part].values()))
+                is_kept = keeps_gradients or part is not Part.GRADIENTS
+                self._offloaded[part] = self._stored(part, list(storages[part].values()), is_kept=is_kept)
                 self._since[part] = phase
         torch.cuda.synchronize()  # the copies are complete
         for stored in self._offloaded.values():
@@ -84,7 +88,7 @@ class DeviceMemory:
         torch.cuda.empty_cache()
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Restore offloaded parts on the device. Gradients are filled with zeros.
+        """Restore offloaded parts on the device. Gradients that were not copied are filled with zeros.
 
         Parts that are already on the device are skipped.
         """
@@ -114,8 +118,8 @@ class DeviceMemory:
                     found[part][storage._cdata] = storage
         return found
 
-    def _stored(self, part: Part, storages: Sequence[torch.UntypedStorage]) -> list[_Stored]:
-        if part is Part.GRADIENTS:
+    def _stored(self, part: Part, storages: Sequence[torch.UntypedStorage], *, is_kept: bool) -> list[_Stored]:
+        if not is_kept:
             return [_Stored(storage, storage.nbytes(), None) for storage in storages]
         constant = self._is_constant and part is Part.WEIGHTS
         known, stored = self._copies.pop(part, {}), []

@@ -1,15 +1,17 @@
 """State machine for the memory that each role holds on shared devices in each phase. Starts no processes.
 
 `HOLDS` lists, for each phase, the parts of the device memory that an active role keeps. In most phases, the other roles
-on the same device hold no memory. In the phases in `TOGETHER`, they also hold their parts in `HOLDS`.
+on the same device hold no memory. In the phases in `TOGETHER`, they also hold their parts in `HOLDS`. Each method that
+a role's processes offer declares the parts that it uses (`needs`).
 
 Phases may follow each other in any order. Engines that discarded their weights need a weight sync before they generate
 again. Invalid calls raise `PhaseError` and do not change the state.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, RunPlan, TrainPlan
@@ -84,19 +86,37 @@ ACQUIRED_ON_ENTRY: Mapping[Phase, tuple[Kind, ...]] = {
     Phase.WEIGHT_SYNC: (Kind.STUDENT, Kind.ENGINES),
     Phase.GENERATE: (Kind.ENGINES,),
 }
-# call -> required memory; other calls require weights only
-NEEDS: Mapping[str, Parts] = {
-    "update": LEARNING,
-    "save": STATE,
-    "load": STATE,
-    "generate": SERVING,
-    "prompt_logprobs": SERVING,
-}
-NEEDS_NOTHING = frozenset({"written", "weights_version", "close"})
+_DECLARED = "_device_memory"  # attribute of a method
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class PhaseError(RuntimeError):
     """A call or a change of phase that the current state does not allow."""
+
+
+def needs(parts: Parts) -> Callable[[Method], Method]:
+    """Declare the device memory that a method uses. A method that uses `NOTHING` may be called in every phase."""
+
+    def declare(method: Method) -> Method:
+        setattr(method, _DECLARED, parts)
+        return method
+
+    return declare
+
+
+def needs_of(processes: Any, method: str) -> Parts:
+    """Return the device memory that a method uses.
+
+    Raises PhaseError if the method does not declare it: without the declaration, the method could read memory that is
+    offloaded.
+
+    Args:
+        processes: class of a role's processes.
+    """
+    declared: Parts | None = getattr(getattr(processes, method, None), _DECLARED, None)
+    if declared is None:
+        raise PhaseError(f"{method} does not declare which device memory it uses; decorate it with @needs(...)")
+    return declared
 
 
 @dataclass(frozen=True)
@@ -166,7 +186,7 @@ class PhaseMachine:
                     moves += acquired
         return moves, state
 
-    def act(self, state: State, name: str, call: str) -> tuple[list[Move], State]:
+    def act(self, state: State, name: str, call: str, needs: Parts) -> tuple[list[Move], State]:
         """Return (moves, state) for a call of a member's method.
 
         The moves must be made before the call, in this order. The state is the state after the moves. Raises PhaseError
@@ -175,12 +195,12 @@ class PhaseMachine:
         Args:
             name: name of the member.
             call: name of the method.
+            needs: memory that the method uses, see `needs_of`.
         """
         member = self.members[name]
-        if call in NEEDS_NOTHING:
+        if not needs:
             return [], state
         holds = HOLDS[state.phase].get(member.kind, NOTHING)
-        needs = self._needs(member, call)
         if not needs <= holds:
             inside = f"without its {_listed(needs - holds)}" if holds else "in which its memory is released"
             raise PhaseError(
@@ -241,11 +261,6 @@ class PhaseMachine:
         if not member.keeps_weights:
             state = replace(state, blank=state.blank | {member.name})
         return state, [Move(member.name, parts, away=True)]
-
-    def _needs(self, member: PhaseMember, call: str) -> Parts:
-        if member.kind is Kind.FOLLOWER:
-            return WEIGHTS  # a follower has no other memory
-        return NEEDS.get(call, WEIGHTS)
 
 
 def members_of(plan: RunPlan) -> list[PhaseMember]:

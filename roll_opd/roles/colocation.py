@@ -11,9 +11,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from roll_opd.actors.engine_actor import RolloutWorker
+from roll_opd.actors.megatron_actor import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.group import ActorGroup, WorkerGroup
-from roll_opd.models.device_phases import Move, Phase, PhaseError, PhaseMachine, PhaseMember, State
+from roll_opd.models.device_phases import Kind, Move, Phase, PhaseError, PhaseMachine, PhaseMember, State, needs_of
+
+PROCESSES = {  # classes of the roles' processes; their methods declare the memory that they use
+    Kind.STUDENT: TrainWorker,
+    Kind.CRITIC: CriticWorker,
+    Kind.FROZEN: LogprobWorker,
+    Kind.FOLLOWER: FollowingWorker,
+    Kind.ENGINES: RolloutWorker,
+}
 
 
 class DeviceScheduler:
@@ -82,7 +92,10 @@ class DeviceScheduler:
 
         The caller makes one call to the member in the block. Raises RunError if the phase forbids the call.
         """
-        async with self._working(name, lambda: self._machine.act(self._state, name, method)):
+        processes = PROCESSES[self._machine.members[name].kind]
+        async with self._working(
+            name, lambda: self._machine.act(self._state, name, method, needs_of(processes, method))
+        ):
             yield
 
     @asynccontextmanager

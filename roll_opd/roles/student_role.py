@@ -98,6 +98,10 @@ class Student(Learner):
         self._check_applied(update, samples)
         return optimizer_metrics([update])
 
+    async def discard_gradient(self) -> None:
+        """Discard the accumulated gradients."""
+        await self.group.call("discard_gradient")
+
     def _shards(
         self, experiences: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
     ) -> ShardedBatch:

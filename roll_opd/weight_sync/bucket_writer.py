@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import ray
 
+from roll_opd.models.device_phases import NOTHING, WEIGHTS, needs
 from roll_opd.samples.weight_bucket import BucketMemory, Description
 
 Written = Iterator[tuple[BucketMemory, bool]]  # see `bucketed`
@@ -22,10 +23,12 @@ class BucketHost:
 
     _held: BucketMemory | None = None
 
+    @needs(NOTHING)
     def host(self) -> str:
         """Return the id of this actor's Ray node."""
         return ray.get_runtime_context().get_node_id()
 
+    @needs(NOTHING)
     def hold(self, content: np.ndarray, bucket: Description) -> Description:
         """Copy a bucket into the shared memory of this host. Return the description of the copy.
 
@@ -37,6 +40,7 @@ class BucketHost:
         self._held.fill(content, bucket)
         return bucket | self._held.describe()
 
+    @needs(NOTHING)
     def release_bucket(self) -> None:
         """Free the memory of the copied bucket, if there is one."""
         if self._held is not None:
@@ -54,6 +58,7 @@ class BucketWriter:
     _memories: Sequence[BucketMemory] = ()
     _newest: BucketMemory
 
+    @needs(WEIGHTS)
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
         """Return an iterator that writes all weights in buckets.
 
@@ -66,6 +71,7 @@ class BucketWriter:
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `begin_writing`")
 
+    @needs(WEIGHTS)
     def export_weights(self, dtype: str, memories: int) -> tuple[Description, bool] | None:
         """Start the export and return the first bucket, as `next_bucket` does.
 
@@ -83,11 +89,13 @@ class BucketWriter:
         assert not left
         return None
 
+    @needs(WEIGHTS)
     def next_bucket(self) -> tuple[Description, bool]:
         """Write the next bucket. Return (description of the bucket, whether it is the last)."""
         self._newest, is_last = next(self._written)
         return self._newest.describe(), is_last
 
+    @needs(NOTHING)
     def share_bucket(self) -> list[ray.ObjectRef]:
         """Put the newest bucket into Ray's object store. Return a list with the reference.
 
@@ -95,6 +103,7 @@ class BucketWriter:
         """
         return [ray.put(self._newest.content())]
 
+    @needs(NOTHING)
     def end_export(self) -> None:
         """End the export and free the memory of all buckets."""
         for memory in self._memories:

@@ -4,6 +4,7 @@ The engines and the reference policy are only names, because the trainer's opera
 """
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import megatron_data as data
@@ -13,17 +14,30 @@ import torch
 
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.offload import OffloadedError
-from roll_opd.models.device_phases import Kind, Move, Part, Phase, PhaseError, PhaseMachine, PhaseMember, State
+from roll_opd.models.device_phases import (
+    LEARNING,
+    SERVING,
+    STATE,
+    WEIGHTS,
+    Kind,
+    Move,
+    Part,
+    Phase,
+    PhaseError,
+    PhaseMachine,
+    PhaseMember,
+    State,
+)
 
 TRAINER, ENGINES, REFERENCE = "train", "infer", "reference"
-ASKED = {  # phase -> what is asked in it
-    Phase.RESTORE: [(TRAINER, "load")],
-    Phase.WEIGHT_SYNC: [(TRAINER, "weights"), (ENGINES, "load_weights")],
-    Phase.GENERATE: [(ENGINES, "generate")],
-    Phase.READ: [(REFERENCE, "compute_logprobs")],
-    Phase.OLD_LOGPROBS: [(TRAINER, "compute_logprobs")],
-    Phase.TRAIN: [(TRAINER, "update")],
-    Phase.CHECKPOINT: [(TRAINER, "save")],
+ASKED = {  # phase -> what is asked in it, and the memory that this needs
+    Phase.RESTORE: [(TRAINER, "load", STATE)],
+    Phase.WEIGHT_SYNC: [(TRAINER, "export_weights", WEIGHTS), (ENGINES, "load_weights", WEIGHTS)],
+    Phase.GENERATE: [(ENGINES, "generate", SERVING)],
+    Phase.READ: [(REFERENCE, "compute_logprobs", WEIGHTS)],
+    Phase.OLD_LOGPROBS: [(TRAINER, "compute_logprobs", WEIGHTS)],
+    Phase.TRAIN: [(TRAINER, "update", LEARNING)],
+    Phase.CHECKPOINT: [(TRAINER, "save", STATE)],
 }
 BEFORE_UPDATE = (Phase.WEIGHT_SYNC, Phase.GENERATE, Phase.READ, Phase.OLD_LOGPROBS, Phase.TRAIN)
 AFTER_UPDATE = (Phase.WEIGHT_SYNC, Phase.GENERATE, Phase.READ, Phase.CHECKPOINT)
@@ -61,8 +75,8 @@ class InTurns:
                 raise AssertionError("engines without weights generate")
             self.phase(Phase.WEIGHT_SYNC)
         self._make(self.machine.enter(self.state, phase))
-        for name, call in ASKED[phase]:
-            self._make(self.machine.act(self.state, name, call))
+        for name, call, needs in ASKED[phase]:
+            self._make(self.machine.act(self.state, name, call, needs))
             if call == "load_weights":
                 self.state = self.machine.sent(self.state)
             self._check(phase)
@@ -86,6 +100,24 @@ class InTurns:
             assert all(torch.equal(one, other) for one, other in zip(after[part], before[part], strict=True)), part
         assert all(not gradient.any() for gradient in after[Part.GRADIENTS])
         self.sizes.append(self._bytes())
+
+    def keep_gradient(self, add: Callable[[], Any], step: Callable[[], Any]) -> None:
+        """Accumulate a gradient, with phases after each call; check that it is the gradient without phases."""
+        found = []
+        calls = 1 if self.trainer.plan.optimizer.overlap_grad_reduce else 2
+        for between in ((Phase.TRAIN,), (Phase.GENERATE, Phase.READ, Phase.TRAIN), (Phase.CHECKPOINT, Phase.TRAIN)):
+            self.phase(Phase.TRAIN)
+            for _ in range(calls):
+                add()
+                self.phases(*between)
+            gradients = self._values()[Part.GRADIENTS]
+            found.append((gradients, step().grad_norm))
+            assert any(bool(gradient.any()) for gradient in gradients)
+        for gradients, norm in found[1:]:
+            assert norm == found[0][1] > 0
+            assert all(torch.equal(one, other) for one, other in zip(gradients, found[0][0], strict=True))
+        self.phase(Phase.GENERATE)
+        assert not self.trainer.memory._offloaded[Part.GRADIENTS][0].copy  # after an update, nothing is copied
 
     def _check(self, phase: Phase) -> None:
         """Check that offloaded memory is released, and that using it is an error that names role and phase."""

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+from ray.actor import ActorClass
 
+from roll_opd.actors.megatron_actor import TrainWorker
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.models.device_phases import (
     ALL,
     HOLDS,
-    NEEDS,
+    LEARNING,
+    STATE,
     TOGETHER,
     WEIGHTS,
     Kind,
@@ -23,8 +26,9 @@ from roll_opd.models.device_phases import (
     PhaseMember,
     State,
     held_together,
+    needs_of,
 )
-from roll_opd.roles.colocation import DeviceScheduler
+from roll_opd.roles.colocation import PROCESSES, DeviceScheduler
 
 EVERYONE = (
     PhaseMember("student", Kind.STUDENT, frozenset({0, 1})),
@@ -35,12 +39,19 @@ EVERYONE = (
     PhaseMember("engines", Kind.ENGINES, frozenset({0, 1}), keeps_weights=False),
 )
 CALLS = {
-    Kind.STUDENT: ("compute_logprobs", "compute_targets", "update", "save", "load", "weights", "output_head"),
+    Kind.STUDENT: (
+        *("compute_logprobs", "compute_targets", "update", "forward_backward", "optim_step"),
+        *("save", "load", "export_weights", "output_head"),
+    ),
     Kind.CRITIC: ("values", "update", "save", "load"),
     Kind.FROZEN: ("compute_logprobs", "output_head"),
-    Kind.FOLLOWER: ("compute_logprobs", "follow", "save", "load"),
+    Kind.FOLLOWER: ("compute_logprobs", "load_weights", "save", "load"),
     Kind.ENGINES: ("generate", "load_weights"),
 }
+
+
+def needed(name: str, call: str) -> frozenset[Part]:
+    return needs_of(PROCESSES[next(member.kind for member in EVERYONE if member.name == name)], call)
 
 
 def allowed(machine: PhaseMachine, state: State, name: str, call: str) -> bool:
@@ -48,8 +59,7 @@ def allowed(machine: PhaseMachine, state: State, name: str, call: str) -> bool:
     member = machine.members[name]
     if member.kind not in HOLDS[state.phase]:
         return False
-    needs = WEIGHTS if member.kind is Kind.FOLLOWER else NEEDS.get(call, WEIGHTS)
-    if any(part not in HOLDS[state.phase][member.kind] for part in needs):
+    if any(part not in HOLDS[state.phase][member.kind] for part in needed(name, call)):
         return False
     beside_engines = name != "engines" and member.devices & {0, 1}
     return not (state.phase is Phase.GENERATE and beside_engines)
@@ -88,13 +98,13 @@ def test_a_role_that_acts_has_what_it_needs_and_its_devices(seed: int) -> None:
             call = drawn.choice(CALLS[machine.members[name].kind])
             if not allowed(machine, state, name, call):
                 with pytest.raises(PhaseError, match=rf"{name}: {call} was called in the phase {phase}"):
-                    machine.act(state, name, call)
+                    machine.act(state, name, call, needed(name, call))
                 continue
-            steps.append(machine.act(state, name, call))
+            steps.append(machine.act(state, name, call, needed(name, call)))
             state = steps[-1][1]
-            if call == "load_weights":
+            if call == "load_weights" and name == "engines":
                 state = machine.sent(state)
-            assert NEEDS.get(call, WEIGHTS) <= state.of(name) or machine.members[name].kind is Kind.FOLLOWER
+            assert needed(name, call) <= state.of(name)
             assert_devices_are_alone(machine, state, name)
         for moves, _ in steps:
             for move in moves:
@@ -108,6 +118,8 @@ def test_a_role_that_acts_has_what_it_needs_and_its_devices(seed: int) -> None:
     ("phase", "name", "call"),
     [
         (Phase.OLD_LOGPROBS, "student", "update"),  # TRAIN was forgotten
+        (Phase.READ, "student", "forward_backward"),
+        (Phase.GENERATE, "student", "optim_step"),
         (Phase.READ, "critic", "values"),
         (Phase.WEIGHT_SYNC, "student", "save"),
         (Phase.TRAIN, "engines", "load_weights"),
@@ -119,7 +131,23 @@ def test_a_forgotten_phase_is_a_sentence(phase: Phase, name: str, call: str) -> 
     machine = PhaseMachine(EVERYONE)
     _, state = machine.enter(machine.everywhere(), phase)
     with pytest.raises(PhaseError, match=f"{name}: {call} was called in the phase {phase}"):
-        machine.act(state, name, call)
+        machine.act(state, name, call, needed(name, call))
+
+
+def test_every_method_of_a_role_declares_the_memory_that_it_uses() -> None:
+    """A role has no memory that its kind does not have. A frozen model and a follower have only weights."""
+    for kind, processes in PROCESSES.items():
+        names = [name for name in dir(processes) if not name.startswith("_") and name not in dir(ActorClass)]
+        assert {"setup", "offload", *CALLS[kind]} <= set(names)
+        for name in names:
+            assert needs_of(processes, name) <= ALL[kind], (kind, name)
+    learning = {
+        name for name in dir(TrainWorker) if getattr(getattr(TrainWorker, name), "_device_memory", 0) == LEARNING
+    }
+    assert learning == {"update", "forward_backward", "optim_step"}
+    assert needs_of(TrainWorker, "save") == needs_of(TrainWorker, "load") == STATE
+    with pytest.raises(PhaseError, match="nonsense does not declare"):
+        needs_of(TrainWorker, "nonsense")
 
 
 def test_what_is_there_at_once() -> None:
@@ -153,7 +181,7 @@ class Processes:
         self.at_work += 1
         await asyncio.sleep(0.001)
         self.at_work -= 1
-        assert NEEDS.get(method, WEIGHTS) <= self.parts
+        assert needed(self.member.name, method) <= self.parts
         return [method]
 
 

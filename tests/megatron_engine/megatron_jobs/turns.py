@@ -7,7 +7,7 @@ from megatron_jobs.lora import adapters_of, lora_job
 from megatron_jobs.training import train_job
 from megatron_ranks import Job, optimizer_of, record, save, saved, trainer_of, write_json
 from megatron_registry import jobs, operation
-from megatron_samples import updated
+from megatron_samples import columns_of, updated
 from megatron_turns import AFTER_UPDATE, BEFORE_UPDATE, InTurns
 
 from roll_opd.config.plan import MicroBatchLimits
@@ -65,3 +65,8 @@ def turns(job: Job, root: Path) -> None:
     write_json(root / f"{job['name']}.json", records)
     write_json(root / f"{job['name']}-sizes.json", in_turns.sizes)
     save_hf(trainer, root / f"{job['name']}.hf")
+    with_loss = data.OBJECTIVES[objective]
+    batch = columns_of(data.train_samples(0, objective, count), with_loss)
+    in_turns.keep_gradient(
+        lambda: trainer.forward_backward(batch, with_loss, data.TEMPERATURE), lambda: trainer.optim_step(0.0)
+    )
