@@ -14,6 +14,8 @@ calling process does not import torch, and imports Ray only to send reward funct
 The session ends when the calling process ends. docs/python.md has complete examples.
 """
 
+import atexit
+import math
 import os
 import signal
 import subprocess
@@ -23,12 +25,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from roll_opd.base.command_line import SESSION_SOCKET
+from roll_opd.base.command_line import SESSION_INTERRUPT, SESSION_SOCKET
 from roll_opd.cluster.ray_environment import socket_parent
 from roll_opd.commands.python_api import (
     Config,
@@ -57,9 +60,21 @@ class Batch:
 
     samples: tuple[Sample, ...]
     texts: tuple[str, ...]  # texts of the responses, without special tokens
+    session: str  # identifies the session that sampled the batch; other sessions refuse it
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def __repr__(self) -> str:
+        """Return a line with the number of samples and the values that the batch has."""
+        parts = [f"{len(self)} samples of {len({sample.group_id for sample in self.samples})} prompts"]
+        if self.samples:
+            parts.append(f"{sum(sample.response_length for sample in self.samples) / len(self):.1f} tokens each")
+        if rewards := [reward for reward in self.rewards if reward is not None]:
+            parts.append(f"mean reward {sum(rewards) / len(rewards):.3f}")
+        if self.samples and all(sample.teacher_logprobs for sample in self.samples):
+            parts.append(f"reverse KL {self.reverse_kl():.3f}")
+        return f"Batch({', '.join(parts)})"
 
     @property
     def rewards(self) -> list[float | None]:
@@ -67,8 +82,15 @@ class Batch:
         return [sample.reward for sample in self.samples]
 
     def with_rewards(self, rewards: Iterable[float]) -> "Batch":
-        """Return the batch with one reward for each sample."""
-        values = list(map(float, rewards))
+        """Return the batch with one reward for each sample.
+
+        Raises ValueError or TypeError unless there is one finite number for each sample.
+        """
+        values = []
+        for number, reward in enumerate(rewards):
+            if isinstance(reward, str) or not math.isfinite(value := float(reward)):
+                raise ValueError(f"reward {number} is {reward!r}; give a finite number for each sample")
+            values.append(value)
         if len(values) != len(self.samples):
             raise ValueError(f"{len(values)} rewards for {len(self.samples)} samples; give one reward per sample")
         samples = (changed(sample, reward=value) for sample, value in zip(self.samples, values, strict=True))
@@ -103,12 +125,15 @@ class Sampler:
         """Return a batch with `n` samples of each prompt.
 
         Args:
-            prompts: each prompt is a text, a list of messages, or an element of `Session.prompts`.
+            prompts: each prompt is a text, a list of messages, or an element of `Session.prompts`. Messages are
+                rendered with the model's chat template; a text is tokenised as it is.
             n: number of samples per prompt; None: the configured number.
             sampling: `temperature`, `top_p`, `top_k` or `max_new_tokens`, instead of the configured value.
         """
-        samples, texts = self._session.call("sample", prompts=list(prompts), n=n, sampling=sampling)
-        return Batch(tuple(samples), tuple(texts))
+        is_one = isinstance(prompts, str | bytes | Mapping | Prompt) or not isinstance(prompts, Iterable)
+        given = prompts if is_one else list(prompts)  # `sample` refuses a single prompt
+        samples, texts = self._session.call("sample", prompts=given, n=n, sampling=sampling)
+        return Batch(tuple(samples), tuple(texts), self._session.id)
 
     def update(self) -> None:
         """Send the student's weights to the engines, and to teachers that follow the student."""
@@ -123,7 +148,7 @@ class Teacher:
 
     def score(self, batch: Batch) -> Batch:
         """Return the batch with the log-probs that each sample's teachers give to its tokens."""
-        return replace(batch, samples=tuple(self._session.call("score", samples=batch.samples)))
+        return self._session.with_samples("score", batch)
 
 
 class Student:
@@ -134,7 +159,7 @@ class Student:
 
     def logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `old_logprobs`, the log-probs of the training engine."""
-        return replace(batch, samples=tuple(self._session.call("logprobs", samples=batch.samples)))
+        return self._session.with_samples("logprobs", batch)
 
     def forward_backward(
         self, batch: Batch, loss: str | None = None, *, opd_kl_coef: float | None = None, **objective: Any
@@ -149,8 +174,9 @@ class Student:
             opd_kl_coef: coefficient of the teachers' term; None: the configured coefficient.
             objective: other keys of the objective, instead of their configured values.
         """
-        keys = {**objective, **({"policy_loss": loss} if loss else {})}
-        return self._session.call("forward_backward", samples=batch.samples, objective=keys, opd_kl_coef=opd_kl_coef)
+        keys = {**objective, **({} if loss is None else {"policy_loss": loss})}
+        samples = self._session.samples_of("forward_backward", batch)
+        return self._session.call("forward_backward", samples=samples, objective=keys, opd_kl_coef=opd_kl_coef)
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
         """Make one optimizer update from the accumulated gradients; return metrics.
@@ -161,24 +187,31 @@ class Student:
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Save the training state and a Hugging Face model in `directory`; return the directory of the model."""
-        return Path(self._session.call("save", directory=os.path.abspath(directory)))
+        return Path(self._session.call("save", directory=_absolute("save", directory)))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Restore the training state that `save` wrote, and send its weights to the engines."""
-        self._session.call("load", directory=os.path.abspath(directory))
+        """Restore the training state that `save` wrote, and send its weights to the engines.
+
+        Accumulated gradients are discarded, and batches from before the call count as sampled by other weights.
+        """
+        self._session.call("load", directory=_absolute("load", directory))
 
 
 class Session:
-    """A running student, teacher and sampler. Create it with `roll_opd.open` in a `with` statement.
+    """A running student, teacher and sampler. Create it with `roll_opd.open`.
 
-    If the session's run fails, the method that is called raises RunFailed. If a call raises another error (ValueError,
-    TypeError, RuntimeError), the session can still be used.
+    A `with` statement ends the session at its end; without one, call `close`, or the session ends with Python. If the
+    session's run fails, the method that is called raises RunFailed. If a call raises another error (ValueError,
+    TypeError, OSError, RuntimeError, KeyboardInterrupt), the session can still be used.
     """
 
     def __init__(self, config: Config, overrides: Overrides, rewards: Mapping[str, Reward]) -> None:
         self.student, self.teacher, self.sampler = Student(self), Teacher(self), Sampler(self)
         self._scratch = tempfile.TemporaryDirectory(prefix="roll_opd-", dir=socket_parent())
         scratch = Path(self._scratch.name)
+        self.id = scratch.name
+        self._calling = threading.Lock()
+        self._is_idle = True  # False: a call was sent, and its answer has not arrived
         self._announced, self._output = scratch / "run_directory", ""
         command = run_command(None, config, overrides, rewards, scratch)
         self._listener = Listener(str(scratch / "socket"), "AF_UNIX")
@@ -193,6 +226,7 @@ class Session:
         self._shown = threading.Thread(target=self._show, name="roll_opd session output", daemon=True)
         self._shown.start()
         self._connection: Connection | None = None
+        atexit.register(self.close)
         try:
             self._connection = self._listener.accept()
             self._answer()
@@ -209,7 +243,7 @@ class Session:
 
         They are computed by the reward functions of the configuration, or by the functions that were passed to `open`.
         """
-        return replace(batch, samples=tuple(self.call("reward", samples=batch.samples)))
+        return self.with_samples("reward", batch)
 
     @property
     def directory(self) -> Path | None:
@@ -217,15 +251,55 @@ class Session:
         return Path(self._announced.read_text(encoding="utf-8")) if self._announced.exists() else None
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Call the method `name` of `pipelines.session.SessionCalls` in the run; return its result."""
-        if self._connection is None:
-            raise ValueError("the session is closed; open a new session")
+        """Call the method `name` of `pipelines.session.SessionCalls` in the run; return its result.
+
+        An interrupt (Ctrl-C) ends `sample` and `reward` early. Any other call ends first, because it changes the
+        student; a second interrupt then ends the session.
+        """
+        with self._calling:
+            if self._connection is None:
+                raise ValueError("the session is closed; open a new session")
+            try:
+                message = ForkingPickler.dumps((name, arguments))
+            except Exception as error:
+                raise TypeError(f"{name}: an argument cannot be sent to the run: {error}") from error
+            try:
+                self._is_idle = False
+                self._connection.send_bytes(message)
+                return self._answer()
+            except KeyboardInterrupt:
+                self._interrupt()
+                raise
+
+    def _interrupt(self) -> None:
+        """Wait for the answer to an interrupted call, which would otherwise be taken for the answer to the next one."""
+        if self._is_idle or self._connection is None:
+            return
         try:
-            self._connection.send((name, arguments))
-            return self._answer()
+            self._connection.send(SESSION_INTERRUPT)
+            with suppress(ValueError, TypeError, OSError, RuntimeError):
+                self._answer()
         except KeyboardInterrupt:
-            self.close()  # a late answer would be taken for the answer to the next call
+            self.close()
             raise
+
+    def samples_of(self, name: str, batch: Batch) -> tuple[Sample, ...]:
+        """Return the samples of a batch for the call `name`.
+
+        Raises TypeError if `batch` is not a batch, and ValueError if it is empty or was sampled by another session.
+        """
+        if not isinstance(batch, Batch):
+            what = f"a {type(batch).__name__}"
+            raise TypeError(f"{name}: batch is {what}; give a Batch, which session.sampler.sample returns")
+        if batch.session != self.id:
+            raise ValueError(f"{name}: the batch was sampled by another session; sample it with this session")
+        if not batch.samples or not all(isinstance(sample, Sample) for sample in batch.samples):
+            raise ValueError(f"{name}: the batch has no samples; give a Batch, which session.sampler.sample returns")
+        return batch.samples
+
+    def with_samples(self, name: str, batch: Batch) -> Batch:
+        """Return a batch with the samples that the call `name` returns for its samples."""
+        return replace(batch, samples=tuple(self.call(name, samples=self.samples_of(name, batch))))
 
     def _answer(self) -> Any:
         assert self._connection is not None
@@ -233,6 +307,7 @@ class Session:
             answer = self._connection.recv()
         except (EOFError, OSError):
             self._failed()
+        self._is_idle = True
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -256,8 +331,9 @@ class Session:
 
     def close(self) -> None:
         """End the session and its processes. If the session is already closed, do nothing."""
+        atexit.unregister(self.close)
         if self._connection is not None:
-            self._connection.close()
+            self._connection.close()  # the run cancels a call in progress
             self._connection = None
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
@@ -282,6 +358,12 @@ def open_session(config: Config, overrides: Overrides = (), *, rewards: Mapping[
     makes the training steps. The arguments are those of `roll_opd.run`.
     """
     return Session(config, overrides, rewards or {})
+
+
+def _absolute(name: str, directory: str | os.PathLike[str]) -> str:
+    if not os.fspath(directory):
+        raise ValueError(f"{name}: directory is empty; give the path of a directory")
+    return os.path.abspath(directory)
 
 
 def losses() -> str:

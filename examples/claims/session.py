@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +92,7 @@ def with_advantages(batch: Batch, signal: Signal, rewards: np.ndarray) -> Batch:
         sample.with_columns(**teacher_columns({name: row[: len(sample.student_logprobs)].astype(np.float32)}))
         for sample, row in zip(batch.samples, wanted, strict=True)
     ]
-    return Batch(tuple(samples), batch.texts)
+    return replace(batch, samples=tuple(samples))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # par
 RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
 # socket of the session (`roll_opd.open`) that starts a run and requests its steps
 SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"
+SESSION_INTERRUPT = "interrupt"  # message of a session whose caller interrupts a call
 
 
 def safe_output() -> None:

@@ -87,8 +87,10 @@ class Registry(Generic[Facts]):
             return self._registered[name][0]
         module_name, _, attribute = name.rpartition(".")
         if not module_name:
+            near = nearest(name, self.known.split(", "))
+            hint = f"did you mean {near!r}? Known are" if near else "known are"
             raise self.error(
-                f"unknown {self.kind} {name!r}; known are {self.known}, or a dotted path such as {self.example}"
+                f"unknown {self.kind} {name!r}; {hint} {self.known}, or a dotted path such as {self.example}"
             )
         try:
             module = users_module(module_name)

@@ -114,7 +114,7 @@ def test_a_users_functions_by_path_and_by_name(mine: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("ppoo", {}, "unknown policy loss 'ppoo'; known are .*ppo, .*or a dotted path"),
+        ("ppoo", {}, "unknown policy loss 'ppoo'; did you mean 'ppo'. Known are .*ppo, .*or a dotted path"),
         ("nowhere.at_all", {}, "the module nowhere cannot be imported"),
         ("my_algorithms.square", {}, r"my_algorithms \(.*\) has no function named square"),
         ("my_algorithms.NUMBER", {}, r"my_algorithms \(.*\) has no function named NUMBER"),

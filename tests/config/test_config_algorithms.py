@@ -159,7 +159,10 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
         ({"algorithm_type": "gpro"}, "algorithm_type: unknown algorithm 'gpro'; known are asymre, cispo"),
         ({"algorithm_type": "nowhere.MINE"}, "algorithm_type: algorithm nowhere.MINE: the module nowhere cannot be"),
         ({"algorithm_type": "os.getcwd"}, "algorithm_type: algorithm os.getcwd: os has no Algorithm named getcwd"),
-        ({"policy_loss_fn": "ppoo"}, "policy_loss_fn: unknown policy loss 'ppoo'; known are cispo,"),
+        (
+            {"policy_loss_fn": "ppoo"},
+            "policy_loss_fn: unknown policy loss 'ppoo'; did you mean 'ppo'? Known are cispo,",
+        ),
         ({"advantage_fn": "mine"}, "advantage_fn: unknown advantage 'mine'; known are"),
         (
             {"policy_loss_fn": "gspo", "policy_loss_fn_args": {"tau": 1}},

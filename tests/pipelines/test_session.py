@@ -1,25 +1,34 @@
-"""`roll_opd.open` and rewards from a script, on the demo's models: one session, and the code of docs/python.md."""
+"""`roll_opd.open` and rewards from a script, on the demo's models: one session, and the code of docs/python.md.
+
+The roles of the session share a device and offload their memory, which is the default on GPUs.
+"""
 
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
+from session_orders import assert_orders_agree, assert_reads_keep_the_gradient
 
 import roll_opd
-from roll_opd.api import Session
+from roll_opd.api import Batch, Session
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples/demo/onpolicy_distill.yaml"
+MODEL = ROOT / "examples/demo/models/student"
 ROLES = ("student_train", "student_infer", "teacher")
 OVERRIDES = [
     *("rollout_batch_size=8", "num_return_sequences_in_group=2", "max_steps=1", "save_steps=1", "eval_steps=0"),
-    *("validation=null", "num_gpus_per_node=1", "deterministic=true"),
+    *("validation=null", "num_gpus_per_node=1", "deterministic=true", "is_offload_states=true"),
     *(f"{role}.device_mapping=[0]" for role in ROLES),
     *("student_train.training_args.per_device_train_batch_size=16",),
     "student_train.training_args.gradient_accumulation_steps=1",
@@ -86,15 +95,158 @@ def test_a_batch_with_rewards_learns_from_them_and_from_the_teacher(session: Ses
 
 
 def test_a_function_of_the_script_is_the_reward(session: Session) -> None:
+    session.sampler.update()
     batch = session.sampler.sample([[{"role": "user", "content": "661+234="}]], n=3)
     assert session.reward(batch).rewards == [len(text) + 0.5 for text in batch.texts]
 
 
 def test_a_call_that_fails_leaves_the_session_usable(session: Session) -> None:
+    session.sampler.update()
     batch = session.teacher.score(session.sampler.sample(session.prompts(1), n=1))
     with pytest.raises(ValueError, match="no key nonsense; known are"):
         session.student.forward_backward(batch, nonsense=1)
     assert batch.reverse_kl() == pytest.approx(session.teacher.score(batch).reverse_kl())
+
+
+def test_calls_between_gradients_change_nothing(session: Session, tmp_path: Path) -> None:
+    assert_reads_keep_the_gradient(session, range(4), tmp_path)
+
+
+def test_a_failure_on_the_ranks_drops_the_gradient(session: Session) -> None:
+    """A part of the batch's gradient may have been added, so nothing of it is kept."""
+    prompts, student = session.prompts(2), session.student
+    norms = []
+    for is_broken in (False, True):
+        session.sampler.update()
+        batch = session.teacher.score(session.sampler.sample(prompts, n=1, temperature=0))
+        if is_broken:
+            student.forward_backward(batch)
+            with pytest.raises(
+                RuntimeError, match=r"this loss is broken.* accumulated since the last optim_step are lost"
+            ):
+                student.forward_backward(batch, loss="session_orders.broken_loss")
+            with pytest.raises(ValueError, match="call forward_backward first"):
+                student.optim_step()
+        student.forward_backward(batch)
+        norms.append(student.optim_step(0.0)["actor/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_mistakes_end_only_their_call(session: Session, tmp_path: Path) -> None:
+    """Every mistake is one sentence of a built-in type. The session then gives the same results as before."""
+    session.sampler.update()
+    sampler, teacher, student = session.sampler, session.teacher, session.student
+    plain = sampler.sample(prompts := session.prompts(2), n=2, temperature=0)
+    scored = teacher.score(plain)
+    of_another = Batch(scored.samples, scored.texts, "another")
+    empty = Batch((), (), session.id)
+    (tmp_path / "file").write_text("")
+    nan, forward = float("nan"), student.forward_backward
+    rewarded = scored.with_rewards([0, 1, 0, 1])
+    mistakes: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+        *((sampler.sample, (value,), {}) for value in PROMPTS),
+        *((sampler.sample, (prompts, n), {}) for n in (0, -1, 1.5, "2", True, nan, [1], 10**9)),
+        *((sampler.sample, (prompts,), {name: value}) for name, values in SAMPLING.items() for value in values),
+        *((session.prompts, (n,), {}) for n in (0, -1, "2", None, 1.5)),
+        *((teacher.score, (batch,), {}) for batch in (None, [], "a", empty, of_another)),
+        *((forward, (batch,), {}) for batch in (plain, rewarded, empty, of_another, scored.samples, None)),
+        *((forward, (scored,), keys) for keys in OBJECTIVES),
+        (forward, (plain.with_rewards(range(4)),), {"adv_estimator": "reinforce"}),
+        (forward, (rewarded,), {"adv_estimator": "gae"}),
+        *(
+            (scored.with_rewards, (rewards,), {})
+            for rewards in ([nan] * 4, [1.0], "abcd", [1e999] * 4, None, [None] * 4)
+        ),
+        *((student.optim_step, (rate,), {}) for rate in (nan, -1, float("inf"), "1e-5", [1], None)),
+        *((student.load, (path,), {}) for path in (tmp_path, tmp_path / "missing", tmp_path / "file", MODEL, "", None)),
+        *((student.save, (path,), {}) for path in (tmp_path / "file", "", 3)),
+    ]
+    student.forward_backward(scored)
+    expected = student.optim_step(0.0)["actor/grad_norm"]
+    sampler.update()
+    for method, values, keys in mistakes:
+        with pytest.raises((ValueError, TypeError, OSError, RuntimeError)) as raised:
+            method(*values, **keys)
+        kind, text = type(raised.value), str(raised.value)
+        of = (method.__name__, values, keys, kind, text)
+        assert kind.__module__ == "builtins" and 10 < len(text) < 1200 and "\n" not in text, of
+        assert "Traceback" not in text and "ray::" not in text and ".py" not in text, of
+    student.forward_backward(teacher.score(sampler.sample(prompts, n=2, temperature=0)))
+    assert student.optim_step(0.0)["actor/grad_norm"] == pytest.approx(expected, rel=1e-6)
+
+
+PROMPTS = (
+    "661+234=",
+    [],
+    [{"role": "user", "content": "1+1="}],
+    None,
+    3,
+    [3],
+    [None],
+    [[]],
+    [[1, 2]],
+    ["1+" * 500],
+    [""],
+)
+SAMPLING: dict[str, tuple[Any, ...]] = {
+    "temperature": (-1, 0.001, 3, float("nan"), "hot", None, [1.0]),
+    "top_p": (0, 1.5, -1, float("inf")),
+    "top_k": (-2, 0.5, "3"),
+    "max_new_tokens": (0, -1, 10**6, 2.5, None),
+    "repetition_penalty": (0, -1),
+    "max_tokens": (3,),
+    "callback": (print,),
+}
+OBJECTIVES: tuple[dict[str, Any], ...] = (
+    *({"loss": loss} for loss in ("grppo", "grpo", "", 3, "nowhere.loss", "dpo", "sft", "mix")),
+    *({"opd_objective": name} for name in ("topk", "full", "sampeld")),
+    *({"opd_kl_coef": value} for value in (-1, float("nan"), "1")),
+    *({"adv_estimator": name} for name in ("gae", "nonsense", 3)),
+    *({key: 1} for key in ("ppo_epochs", "max_age", "paired", "opd_topk", "gamma", "opd_jsd_beta", "pg_clip")),
+    {"entropy_loss_coef": "much"},
+    {"entropy_loss_coef": float("nan")},
+    {"loss_agg_mode": "nonsense"},
+    {"policy_loss_args": {"nonsense": 1}},
+    {"kl_loss_coef": 0.1},
+    {"opd_divergnce": "jsd"},
+)
+
+
+def test_an_interrupt_ends_only_the_call(session: Session) -> None:
+    """SIGINT arrives while `sample` waits for its answer."""
+    session.sampler.update()
+    timer = threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        session.sampler.sample(session.prompts(64), n=32)
+    timer.join()
+    batch = session.teacher.score(session.sampler.sample(session.prompts(1), n=1))
+    assert len(batch) == 1 and "\n" not in repr(batch) and "reverse KL" in repr(batch)
+
+
+@pytest.mark.nightly
+def test_a_session_without_with_ends_with_its_script(tmp_path: Path) -> None:
+    """The script ends without a traceback, and no process is left."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import roll_opd\nsession = roll_opd.open({str(CONFIG)!r}, {[*OVERRIDES, f'output_dir={tmp_path}']!r})\n"
+        "batch = session.sampler.sample(session.prompts(1))\nprint('run', session._process.pid)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert (found := re.search(r"^run (\d+)$", done.stdout, re.MULTILINE))
+    assert not psutil.pid_exists(int(found[1]))
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())]
+
+
+@pytest.mark.nightly
+def test_every_order_of_calls_is_the_same_without_offloading(session: Session, tmp_path: Path) -> None:
+    overrides = [*OVERRIDES, "is_offload_states=false", f"output_dir={tmp_path}"]
+    with (
+        roll_opd.open(CONFIG, [*OVERRIDES, f"output_dir={tmp_path}"], rewards={"math_rule": characters}) as shares,
+        roll_opd.open(CONFIG, overrides, rewards={"math_rule": characters}) as alone,
+    ):
+        assert_orders_agree(shares, alone, range(200), tmp_path)
 
 
 def test_a_saved_model_loads_in_transformers_and_its_state_again(session: Session, tmp_path: Path) -> None:
@@ -103,7 +255,14 @@ def test_a_saved_model_loads_in_transformers_and_its_state_again(session: Sessio
     model = session.student.save(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     assert sum(parameter.numel() for parameter in loaded.parameters()) > 0
+    session.sampler.update()
+    before = session.sampler.sample(session.prompts(1))
     session.student.load(tmp_path)
+    with pytest.raises(RuntimeError, match="were sampled by weights of version"):
+        session.student.forward_backward(session.teacher.score(before))
+    for inner in ("state", "hf"):
+        with pytest.raises(ValueError, match=f"give {tmp_path}"):
+            session.student.load(tmp_path / inner)
 
 
 @pytest.mark.nightly
