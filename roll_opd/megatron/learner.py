@@ -62,6 +62,13 @@ class Update:
         }
 
 
+class _Reduced:
+    """Handle of a reduction that has ended. A second `wait` on gloo's own handle crashes the process."""
+
+    def wait(self) -> None:
+        pass
+
+
 class MegatronLearner(MegatronEngine):
     """Model with an optimizer. Subclasses define the loss."""
 
@@ -211,7 +218,7 @@ class MegatronLearner(MegatronEngine):
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 if group.grad_reduce_handle is not None:
                     group.grad_reduce_handle.wait()
-                    group.grad_reduce_handle = group.grad_reduce_handle if is_kept else None
+                    group.grad_reduce_handle = _Reduced() if is_kept else None
 
     def wait_for_weights(self) -> None:
         """Wait until parameters are gathered after an update. Collective."""
