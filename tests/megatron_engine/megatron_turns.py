@@ -115,7 +115,8 @@ class InTurns:
             assert any(bool(gradient.any()) for gradient in gradients)
         for gradients, norm in found[1:]:
             assert norm == found[0][1] > 0
-            assert all(torch.equal(one, other) for one, other in zip(gradients, found[0][0], strict=True))
+            if calls > 1:  # a reduction in the background may or may not have begun
+                assert all(torch.equal(one, other) for one, other in zip(gradients, found[0][0], strict=True))
         self.phase(Phase.GENERATE)
         assert not self.trainer.memory._offloaded[Part.GRADIENTS][0].copy  # after an update, nothing is copied
 
