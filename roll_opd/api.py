@@ -126,7 +126,7 @@ class Sampler:
 
         Args:
             prompts: each prompt is a text, a list of messages, or an element of `Session.prompts`. Messages are
-                rendered with the model's chat template; a text is tokenised as it is.
+                rendered with the model's chat template; a text is tokenised unchanged.
             n: number of samples per prompt; None: the configured number.
             sampling: `temperature`, `top_p`, `top_k` or `max_new_tokens`, instead of the configured value.
         """

@@ -203,7 +203,7 @@ class SessionCalls:
     def _prompt(self, prompt: Prompt | str | Sequence[Mapping[str, Any]], number: int) -> Prompt:
         """Return a prompt made from a text or a list of messages.
 
-        It is rendered like a row of the configuration's files: messages with the chat template, a text as it is.
+        It is rendered like a row of the configuration's files: messages with the chat template, a text unchanged.
         """
         if isinstance(prompt, Prompt):
             return prompt
