@@ -34,7 +34,7 @@ from roll_opd.pipelines.shutdown import Ending
 from roll_opd.pipelines.startup import Backend, begin
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.console import show_progress
-from roll_opd.tracking.run_directory import RunDirectory, lock_run
+from roll_opd.tracking.run_directory import RunDirectory, checksum, lock_run
 from roll_opd.tracking.stdout_tee import StdoutTee, tee_output
 from roll_opd.tracking.trackers import Trackers
 
@@ -164,9 +164,9 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
                 # the lock file is closed first, as NFS keeps a directory that has an open file
                 ends.enter_context(lock_run(directory.path))
             directory.checkpoints.mkdir(exist_ok=True)
-            # first the changed settings: an audit derives the earlier settings from these and from the configuration
-            write_facts(directory, {"id": directory.id, **run_facts(plan, history)})
             directory.write_config(plan.config_yaml)
+            record = {"id": directory.id, "config_checksum": checksum(plan.config_yaml)}
+            write_facts(directory, {**record, **run_facts(plan, history)})
         except OSError as error:
             raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
         yield directory

@@ -6,6 +6,7 @@ Every file may be missing, cut or damaged. A value has its type after reading; w
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from roll_opd.tracking.run_directory import (
     LEDGER,
     METRICS,
     PROMPTS,
+    RESUMING,
     RUN_FACTS,
     SAMPLES,
     VERSIONS,
@@ -107,12 +109,15 @@ class Evidence:
     facts: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     summary: Mapping[str, Any] | None = None
+    # `config.yaml` is not that of the last start: a kill between the writes of it and of `run.json` leaves this too
+    is_config_foreign: bool = False
     unwritten: frozenset[int] = frozenset()  # steps whose metrics could not be written
 
     @property
     def is_ended(self) -> bool:
         """Whether the run has reached its end: its summary was written after its last start."""
-        started = None if self.facts is None else self.facts.get("started")
+        facts = self.facts or {}
+        started = None if RESUMING in facts else facts.get("started")
         return self.summary is not None and started is not None and self.summary.get("started") == started
 
     @property
@@ -141,6 +146,8 @@ def read(run: Path) -> Evidence:
     found.summary = _object(found, SUMMARY, json.loads) if SUMMARY in names else None
     found.facts = _object(found, RUN_FACTS, json.loads)
     found.config = _object(found, CONFIG, yaml.safe_load)
+    if found.config is not None and not _is_of_the_start(found):
+        found.config, found.is_config_foreign = None, True
     for step, checkpoint in checkpoints_of(run).items():
         name = f"{checkpoint.relative_to(run)}/{STATE}"
         if (checkpoint / STATE).exists() and (state := _object(found, name, json.loads)) is not None:
@@ -165,6 +172,12 @@ def read(run: Path) -> Evidence:
         for step, sample in samples:
             found.samples.setdefault(step, []).append(sample)
     return found
+
+
+def _is_of_the_start(found: Evidence) -> bool:
+    """Return whether `run.json` has the checksum of `config.yaml`. An earlier version wrote no checksum."""
+    written = (found.facts or {}).get("config_checksum")
+    return written is None or written == zlib.crc32(_bytes(found, CONFIG) or b"")
 
 
 def _bytes(found: Evidence, name: str) -> bytes | None:

@@ -80,7 +80,7 @@ def _drawn_in_order(found: Evidence) -> list[LedgerRow] | None:
 
     A session has neither a ledger nor draws. A run that was killed before its first step has no rows.
     """
-    is_run = any(part is not None for part in (found.prompts, found.metrics, found.facts))
+    is_run = any(part is not None for part in (found.prompts, found.metrics, found.facts, found.config))
     if not is_run or LEDGER in found.damaged or _has_rollout(found):
         return None
     prompts = {step: row["ids"] for step, row in sorted((found.prompts or {}).items()) if "filtered" not in row}

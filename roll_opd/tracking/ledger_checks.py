@@ -59,16 +59,24 @@ FILES = {
 UNKNOWN: dict[str, tuple[Callable[[Facts], Any], str]] = {
     "parts": (
         lambda facts: facts.parts,
-        f"{RUN_FACTS} or config.yaml is missing or cannot be read, so the settings are unknown",
+        f"{RUN_FACTS} or config.yaml is missing, damaged or of another start, so the settings are unknown",
+    ),
+    "bounds": (
+        lambda facts: facts.parts or any(state.bounds for state in facts.found.states.values()),
+        "neither the settings of the run nor a checkpoint are known",
     ),
     "start": (
         lambda facts: facts.start is not None,
         "the run continues from another run's checkpoint, and it has saved no checkpoint",
     ),
     "order": (lambda facts: _order_of(facts.found), "no checkpoint has the seed and the number of prompts"),
+    "checksum": (
+        lambda facts: facts.found.config or (facts.found.is_config_foreign and facts.found.is_ended),
+        "config.yaml is missing, damaged or of another start, as after a kill during a resume",
+    ),
     "end": (
         lambda facts: facts.found.is_ended,
-        f"summary.json is of an earlier start of the run than {RUN_FACTS}, or an earlier version wrote it",
+        f"summary.json is of an earlier start than {RUN_FACTS} or of an earlier version, or a resume was killed",
     ),
 }
 
@@ -138,7 +146,7 @@ def _ends(facts: Facts, ends: Mapping[str, int]) -> Iterator[str]:
     first = order[0]
     for name in order[1:]:
         behind = ends[first] - ends[name]
-        waits = name == METRICS and bool((found.config or {}).get("validation_engines"))  # for a validation
+        waits = name == METRICS and (found.config is None or bool(found.config.get("validation_engines")))
         behind -= sum(step > ends[name] for step in found.unwritten) if name == METRICS else 0
         is_truncated = ends[name] == newest > 0  # killed while it resumed
         if behind > 0 and (found.is_ended or not (behind == 1 or waits or is_truncated)):
@@ -254,17 +262,15 @@ def _versions(facts: Facts) -> Iterator[str]:
 
 def _ages(facts: Facts) -> Iterator[str]:
     for row in facts.rows:
-        part = facts.part(row.step)
-        if part is None or part.bound is None:
+        bound, part = facts.bound(row.step), facts.part(row.step)
+        if bound is None:
             continue
         largest = max((row.step - 1 - oldest for oldest, _ in row.versions), default=0)
-        if largest > math.ceil(part.bound):
-            yield (
-                f"step {row.step} trained on samples of age {largest}, but async_generation_ratio was {part.bound:g}"
-            )
-        is_ahead = part.bound >= 1 and (part.depth is None or part.depth >= 1)
-        if is_ahead and row.fates["trained"] and not row.versions and facts.found.ledger is not None:
-            yield f"step {row.step} has no versions, but async_generation_ratio was {part.bound:g}"
+        if largest > math.ceil(bound):
+            yield f"step {row.step} trained on samples of age {largest}, but async_generation_ratio was {bound:g}"
+        is_ahead = part is not None and bound >= 1 and (part.depth is None or part.depth >= 1)
+        if is_ahead and row.fates["trained"] and not row.versions:
+            yield f"step {row.step} has no versions, but async_generation_ratio was {bound:g}"
 
 
 def _metrics(facts: Facts) -> Iterator[str]:
@@ -341,6 +347,11 @@ def _first(draws: Iterable[int], inside: Done, outside: Done) -> list[int]:
     return sorted(set(islice((draw for draw in draws if draw in inside and draw not in outside), SHOWN)))
 
 
+def _configuration(facts: Facts) -> Iterator[str]:
+    if facts.found.is_config_foreign and facts.found.is_ended:
+        yield f"config.yaml was changed after the start: {RUN_FACTS} has another checksum"
+
+
 def _summary(facts: Facts) -> Iterator[str]:
     found = facts.found
     assert found.summary is not None and found.metrics is not None
@@ -370,6 +381,7 @@ def _close(value: Any, stored: Any) -> bool:
 CHECKS = (
     Comparison(f"checksums of {LEDGER}", _chain, ("ledger",)),
     Comparison(f"id of the run in {LEDGER} and {RUN_FACTS}", _identity, ("ledger", "facts")),
+    Comparison(f"checksum of config.yaml in {RUN_FACTS}", _configuration, ("facts", "checksum")),
     Comparison("steps of all files", _steps),
     Comparison("each draw has one fate", _once),
     Comparison(f"number of draws of each fate in {PROMPTS}", _prompts, ("prompts",)),
@@ -377,7 +389,7 @@ CHECKS = (
     Comparison("ids of the prompts in the data files", _data, ("prompts", "drawn")),
     Comparison("draws that were left out", _order, ("parts", "start")),
     Comparison("versions of the samples", _versions, ("ledger",)),
-    Comparison("ages of the samples against async_generation_ratio", _ages, ("ledger", "parts")),
+    Comparison("ages of the samples against async_generation_ratio", _ages, ("ledger", "bounds")),
     Comparison(f"fates and ages in {METRICS}", _metrics, ("metrics",)),
     Comparison(f"positions in {METRICS}", _positions, ("metrics", "start")),
     Comparison(f"draws, prompts, versions and tokens of {SAMPLES}", compare_samples, ("samples", "ledger")),

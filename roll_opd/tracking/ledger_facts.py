@@ -76,6 +76,15 @@ class Facts:
         """Return the part of the run that has `step`; None if it is unknown."""
         return next((part for part in reversed(self.parts or ()) if part.first <= step), None)
 
+    def bound(self, step: int) -> float | None:
+        """Return `async_generation_ratio` in a step; None if neither the settings nor a later checkpoint have it."""
+        part = self.part(step)
+        if part is not None:
+            return part.bound
+        saved = min((saved for saved in self.found.states if saved >= step), default=None)
+        bounds = () if saved is None else self.found.states[saved].bounds
+        return next((bound for first, bound in reversed(bounds) if first <= step), None)
+
     def window(self, row: LedgerRow) -> int | None:
         """Return the largest window in which a group may overtake older ones; None if it is unknown.
 

@@ -18,7 +18,7 @@ def compare_samples(facts: Facts) -> Iterator[str]:
         sampled = [sample for sample in logged if not sample.demonstration and sample.prompt is not None]
         versions = dict(zip(row.fates["trained"], row.versions, strict=False))
         kept = {*row.fates["trained"], *row.fates.get("failed", ())}
-        part, version = facts.part(row.step), row.step - 1
+        bound, version = facts.bound(row.step), row.step - 1
         for sample in sampled:
             if sample.draw not in kept:
                 yield f"step {row.step}: {SAMPLES} has a sample of draw {sample.draw}, but {LEDGER} has not trained it"
@@ -39,10 +39,10 @@ def compare_samples(facts: Facts) -> Iterator[str]:
                 )
             elif newest > version:
                 yield f"step {row.step} trained on a sample of draw {sample.draw} of a later version, {newest}"
-            elif part and part.bound is not None and version - oldest > math.ceil(part.bound):
+            elif bound is not None and version - oldest > math.ceil(bound):
                 yield (
                     f"step {row.step}: a sample of draw {sample.draw} has age {version - oldest}, but"
-                    f" async_generation_ratio was {part.bound:g}"
+                    f" async_generation_ratio was {bound:g}"
                 )
         yield from _tokens(facts, row, logged)
 

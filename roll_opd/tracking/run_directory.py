@@ -40,6 +40,7 @@ SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
 RUN_FACTS = "run.json"
+RESUMING = "resuming_after"  # key of run.json while a resume changes the directory: the step
 CHECKPOINTS, STEP, SUPERSEDED = "checkpoints", "step_", "superseded_"  # directory and name prefixes of checkpoints
 # JSON Lines with a `step` in each row
 STEP_FILES = (METRICS, SAMPLES, PROMPTS, LEDGER, SKIPPED_SAMPLES, VALIDATION_SAMPLES)
@@ -77,6 +78,9 @@ class RunDirectory:
         path = Path(path).resolve()
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run at {path} to resume")
+        # a kill during the resume leaves this mark, so that an audit does not expect complete records
+        if facts := cls(path).read_facts():
+            write_atomic(path / RUN_FACTS, json.dumps({**facts, RESUMING: step}, indent=2) + "\n")
         # renamed before the logs are truncated: after a kill between the two, a resume must not find a checkpoint whose
         # steps are missing in the logs
         aside = [_set_aside(later) for saved, later in checkpoints_of(path).items() if saved > step]
@@ -267,6 +271,11 @@ def truncate_jsonl(path: Path, step: int) -> None:
     if path.exists():
         kept = [row for row in read_jsonl(path) if row.get("step", step) <= step]
         write_atomic(path, "".join(f"{to_json(row)}\n" for row in kept))
+
+
+def checksum(text: str) -> int:
+    """Return the CRC-32 of a text."""
+    return zlib.crc32(text.encode(errors="surrogatepass"))
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -21,9 +21,11 @@ from roll_opd.tracking.run_directory import (
     PROMPTS,
     RUN_FACTS,
     SAMPLES,
+    STEP_FILES,
     Ledger,
     RunDirectory,
     checkpoints_of,
+    checksum,
     write_atomic,
 )
 from roll_opd.tracking.summary import write_summary
@@ -236,9 +238,18 @@ def start(
 ) -> bool:
     """Start a run after the step `after`; return whether it reached its end. `is_killed`: None is chance."""
     is_killed = rng.random() < 0.6 if is_killed is None else is_killed
-    facts = {"id": run.id, "started": f"{rng.random()}", "pipeline": "rlvr", "parts": parts}
+    config = yaml.safe_dump(settings.config(bool(after)))
+    run.write_config(config)
+    if after and rng.random() < 0.1:  # killed before it writes run.json
+        return False
+    facts = {
+        "id": run.id,
+        "config_checksum": checksum(config),
+        "started": f"{rng.random()}",
+        "pipeline": "rlvr",
+        "parts": parts,
+    }
     write_atomic(run.path / RUN_FACTS, json.dumps(facts))
-    run.write_config(yaml.safe_dump(settings.config(bool(after))))
     writes = 4 * max(0, settings.steps - after) + 2
     record = Recorded(run, settings, rng, rng.randrange(writes) if is_killed else None)
     try:
@@ -305,6 +316,11 @@ def legal_run(place: Path, rng: random.Random) -> list[Path]:
             run = RunDirectory.create(place, "fork")
             paths.append(run.path)
         else:
+            logs = {name: (run.path / name).read_bytes() for name in STEP_FILES if (run.path / name).exists()}
             run = RunDirectory.resume(run.path, after)
+            if rng.random() < 0.1:  # killed before it has truncated all logs
+                for name in list(logs)[rng.randrange(len(logs)) :]:
+                    (run.path / name).write_bytes(logs[name])
+                break
         start(rng, run, settings, parts, after, source)
     return paths
