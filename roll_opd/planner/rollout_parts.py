@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.algorithms.table import loss_facts
+from roll_opd.base.addresses import address_fault
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.paths import PathError, find_path
 from roll_opd.base.user_modules import dotted_path
@@ -179,6 +180,8 @@ class RolloutParts:
         found = []
         for name, section in self.sections.auxiliaries.items():
             if isinstance(section, RemoteModelKeys):
+                if fault := address_fault(section.base_url):
+                    section.diag.error("base_url", fault)
                 address = section.base_url.rstrip("/")
                 found.append(AuxiliaryPlan(name, None, address, section.api_key, section.model_name))
             elif role := self.roles.auxiliaries.get(name):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_opd.config.plan import SamplingPlan
+from roll_opd.rewards.endpoint import chat_url
 from roll_opd.workflows.call_tree import CallTree
 from roll_opd.workflows.model_clients import ModelFacts, generate_kwargs
 from roll_opd.workflows.model_wrapper import ModelWrapper, Responses
@@ -73,17 +74,17 @@ class RemoteModel:
 
         Args:
             model_name: name of the model on the server.
-            base_url: address of the server's API.
+            base_url: address of the server's API, in any form that `chat_url` accepts.
             api_key: API key of the server.
             name: name of the model in the configuration.
             seconds: timeout of one attempt. None means the default of OpenAI's client. The client makes three attempts.
         """
         self._limits = {} if seconds is None else {"timeout": seconds}
-        self.base_url, self.api_key = base_url, api_key
+        self.base_url, self.api_key = chat_url(base_url).removesuffix("/chat/completions"), api_key
         self.model_path = self.model_name = model_name
         self.config = self.model_config = ModelFacts(model_name, name)
         self.generate_kwargs: dict[str, Any] = {}  # the server's defaults apply
-        self.api_address = base_url.removesuffix("/v1")
+        self.api_address = self.base_url.removesuffix("/v1")
 
     def get_openai_client(self) -> Any:
         """Return an `openai.OpenAI` client."""

@@ -730,6 +730,8 @@ def test_models_say_how_a_client_is_to_ask_them(tokenizer: Any) -> None:
         await client.chat.completions.create(model=client.model_path, messages=ASKED, **judge.generate_kwargs)
         policy = served.model
         assert policy.generate_kwargs["max_tokens"] == state.sampling.max_new_tokens and policy.config.name is None
+        for end in ("", "/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions"):
+            assert RemoteModel("large", f"http://x{end}", "key").base_url == "http://x/v1"
         remote = RemoteModel("large", "http://x/v1", "key", "user")
         assert remote.generate_kwargs == {} and remote.model_path == "large"
         for model, name in ((judge, "judge"), (remote, "user")):
