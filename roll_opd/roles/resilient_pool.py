@@ -5,9 +5,12 @@ concurrently. Further jobs wait in the driver until a process has room.
 
 A job that has lost its process twice runs the third time in a process without other jobs. If this process is lost too,
 the pool assumes that the job is the cause. `settle` then gets a `WorkerLost` as the answer of the job.
+
+If the pool can tell which answers are failures, jobs that fail because of an outage run again; see `outage`.
 """
 
 import asyncio
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.cluster.batched_calls import Answers
+from roll_opd.roles.outage import Outage
 
 MAX_DEATHS = 3  # after this many lost workers, the job that they ran counts as the cause
 MAX_INITIAL_FAILURES = 32  # after this many failed jobs without a success, the setup counts as the cause
@@ -63,7 +67,12 @@ class _Job(Generic[Item, Result]):
     item: Item
     result: "asyncio.Future[Result]"
     submitted: float
-    deaths: int = 0
+    losses: set[int] = field(default_factory=set)  # the lost workers that ran this job
+    is_attempt: bool = False  # made by `Outage`; its result is the answer
+
+    @property
+    def deaths(self) -> int:
+        return len(self.losses)
 
     def fail(self, error: BaseException) -> None:
         if not self.result.done():
@@ -115,6 +124,8 @@ class ResilientPool(Generic[Item, Result]):
         *,
         independent: bool = False,
         max_lost: int | None = None,
+        failure: Callable[[Any], str | None] | None = None,
+        is_final: Callable[[Any], bool] = lambda answer: False,
     ) -> None:
         """Create the pool; `start` starts its workers.
 
@@ -129,8 +140,11 @@ class ResilientPool(Generic[Item, Result]):
             independent: whether jobs that are sent together are independent of each other. If they are, waiting jobs
                 are sent whenever one job of a worker finishes, and not only when all its jobs have finished. A call to
                 a worker is cancelled when the futures of all its jobs are done and one of them was cancelled.
-            max_lost: number of lost workers that the pool tolerates; None means no limit. A loss that was caused by a
-                job does not count.
+            max_lost: number of lost workers that the pool tolerates; None means no limit. Each lost worker counts
+                once, and a loss that was caused by a job does not count.
+            failure: returns the text of the failure that an answer states, or None for a success. If it is given, jobs
+                that fail because of an outage run again.
+            is_final: whether a failure is final, so that its job does not run again.
         """
         self.name, self._spawn, self._settle_job = name, spawn, settle
         self._size, self._capacity, self._assign, self._independent = size, capacity, assign, independent
@@ -141,7 +155,12 @@ class ResilientPool(Generic[Item, Result]):
         self._broken: BaseException | None = None
         self._queued: list[int] = []
         self._restarts = 0
-        self._max_lost, self._lost = max_lost, 0
+        self._max_lost, self._numbers = max_lost, itertools.count()
+        self._lost: set[int] = set()  # numbers of the lost workers that no job has caused
+        self._failure, self._is_final = failure, is_final
+        self._outage: Outage[_Job[Item, Result]] = Outage(
+            name, self._attempt, self._problem, self._settle_now, self._break
+        )
 
     async def start(self) -> None:
         """Start the workers and wait until they are ready."""
@@ -169,6 +188,10 @@ class ResilientPool(Generic[Item, Result]):
         self._queued, self._restarts = [], 0
         return counts
 
+    def drain_outage_seconds(self) -> float:
+        """Return the seconds of outages that have ended since the last call."""
+        return self._outage.drain_seconds()
+
     async def end(self) -> None:
         """Kill the workers."""
         members, self.members = self.members, {}
@@ -186,6 +209,8 @@ class ResilientPool(Generic[Item, Result]):
         """
         self._dispatch_is_due = False
         waiting = [job for job in self._waiting if not job.result.done()]
+        paused = [job for job in waiting if not job.is_attempt] if self._outage.is_on else []
+        waiting = [job for job in waiting if job.is_attempt] if self._outage.is_on else waiting
         suspects = [job for job in waiting if job.deaths == MAX_DEATHS - 1]
         others = [job for job in waiting if job.deaths < MAX_DEATHS - 1]
         accepting = [member for member in self.members.values() if not member.retiring and not member.isolated]
@@ -203,7 +228,7 @@ class ResilientPool(Generic[Item, Result]):
             batches[number].append(job)
         for number, jobs in batches.items():
             self._send(self.members[number], jobs)
-        self._waiting = suspects + others[len(numbers) :]
+        self._waiting = suspects + others[len(numbers) :] + paused
         self._queued.append(len(self._waiting))
 
     def _send(self, member: Member, jobs: list[_Job[Item, Result]]) -> None:
@@ -244,8 +269,7 @@ class ResilientPool(Generic[Item, Result]):
                 raise RunError(f"{self.name}: a worker left {len(left)} jobs unanswered")
         except WorkerLost as lost:
             self._retire(member, f"{lost}, and its {len(left)} unfinished jobs run again")
-            self._requeue(list(left.values()), lost.kind)
-            self._count_lost(str(lost))
+            self._count_lost(list(left.values()), lost)
         except Exception as error:
             for job in left.values():
                 job.fail(error if isinstance(error, RunError) else RunError(f"{self.name}: {error}"))
@@ -260,6 +284,35 @@ class ResilientPool(Generic[Item, Result]):
         self._dispatch()
 
     def _settle(self, job: _Job[Item, Result], answer: Any) -> None:
+        if job.is_attempt:
+            if not job.result.done():
+                job.result.set_result(answer)
+        elif self._failure is None or isinstance(answer, WorkerLost) or self._broken:
+            self._settle_now(job, answer)
+        elif self._failure(answer) is None:
+            self._outage.control = job.item
+            self._settle_now(job, answer)
+        elif self._outage.control is None or self._is_final(answer):
+            self._settle_now(job, answer)
+        elif self._outage.hold(job):
+            self._background(self._test_failures())
+
+    async def _test_failures(self) -> None:
+        await self._outage.test()
+        self._dispatch()  # jobs that were not sent during an outage
+
+    async def _attempt(self, item: Item) -> Any:
+        """Run the item of an earlier job, before all waiting jobs, and return the answer."""
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.insert(0, _Job(item, result, time.monotonic(), is_attempt=True))
+        self._dispatch()
+        return await result
+
+    def _problem(self, answer: Any) -> str | None:
+        assert self._failure
+        return str(answer) if isinstance(answer, WorkerLost) else self._failure(answer)
+
+    def _settle_now(self, job: _Job[Item, Result], answer: Any) -> None:
         try:
             result = self._settle_job(job.item, answer, time.monotonic() - job.submitted)
         except Exception as error:
@@ -268,30 +321,31 @@ class ResilientPool(Generic[Item, Result]):
             if not job.result.done():
                 job.result.set_result(result)
 
-    def _requeue(self, jobs: Sequence[_Job[Item, Result]], kind: str) -> None:
+    def _count_lost(self, jobs: Sequence[_Job[Item, Result]], lost: WorkerLost) -> None:
+        """Count a lost worker, and queue its unfinished jobs again.
+
+        If more than `max_lost` workers were lost, all waiting and later jobs fail. The workers that were lost with a
+        job that counts as the cause are no longer counted, each of them once.
+        """
+        number = next(self._numbers)
+        self._lost.add(number)
         for job in jobs:
-            job.deaths += 1
+            job.losses.add(number)
             if self._broken:
                 job.fail(self._broken)
             elif job.deaths == MAX_DEATHS:
-                self._lost -= MAX_DEATHS
+                self._lost -= job.losses
                 message = (
-                    f"{MAX_DEATHS} workers were lost ({kind}) while they ran this job; the last worker ran no other job"
+                    f"{MAX_DEATHS} workers were lost ({lost.kind}) while they ran this job; the last worker ran no"
+                    " other job"
                 )
-                self._settle(job, WorkerLost(kind, message))
+                self._settle(job, WorkerLost(lost.kind, message))
         self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
-
-    def _count_lost(self, problem: str) -> None:
-        """Count a lost worker.
-
-        If more than `max_lost` workers were lost, all waiting and later jobs fail.
-        """
-        self._lost += 1
-        if self._max_lost is not None and self._lost > self._max_lost:
+        if self._max_lost is not None and len(self._lost) > self._max_lost:
             self._break(
                 RunError(
-                    f"{self.name}: {self._lost} processes were lost, and max_lost_workers is {self._max_lost}; the last"
-                    f" process {problem}; correct the cause, or raise max_lost_workers"
+                    f"{self.name}: {len(self._lost)} processes were lost, and max_lost_workers is {self._max_lost}; the"
+                    f" last process {lost}; correct the cause, or raise max_lost_workers"
                 )
             )
 

@@ -80,6 +80,8 @@ class RewardPool:
             plan.world_size,
             plan.max_concurrency * plan.batch_size,
             max_lost=max_lost,
+            # rewards that are only monitored need not be there at all, so nothing waits for them
+            failure=self._problem if is_learned else None,
         )
         self._failures = FailureLog(
             "samples",
@@ -116,6 +118,8 @@ class RewardPool:
                 f"reward/{self.plan.domain}/errors in metrics.jsonl"
             )
         metrics = scoring_metrics(self.plan.domain, self._errors, self._latencies, *self._pool.drain_counts())
+        if seconds := self._pool.drain_outage_seconds():
+            metrics[f"reward/{self.plan.domain}/outage_seconds"] = seconds
         self._reset()
         return metrics
 
@@ -146,8 +150,7 @@ class RewardPool:
         self._errors.update(scored.errors)
         self._latencies.append(seconds)
         domain, on_error = self.plan.domain, self.plan.on_error
-        if isinstance(scored, Score) and scored.value is None and on_error in LEFT_OUT and self._is_learned:
-            scored = Failure(NO_VALUE, "its reward returned None")
+        scored = self._judged(scored)
         if isinstance(scored, Score):
             self._failures.add_success()
             return RewardResult(domain, scored.value, scored.parts, scored.reason)
@@ -156,3 +159,13 @@ class RewardPool:
         self._failures.add_failure(scored.kind, f"{self._key}: sample {experience.id}: {scored.message}")
         reward = 0.0 if on_error == "zero" else None
         return RewardResult(domain, reward, reason=scored.kind, excluded=on_error in LEFT_OUT)
+
+    def _judged(self, scored: Scored) -> Scored:
+        """Return a failure for a reward of None, if such samples are left out of training."""
+        if isinstance(scored, Score) and scored.value is None and self.plan.on_error in LEFT_OUT and self._is_learned:
+            return Failure(NO_VALUE, "its reward returned None")
+        return scored
+
+    def _problem(self, scored: Scored) -> str | None:
+        judged = self._judged(scored)
+        return judged.message if isinstance(judged, Failure) else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.actors.sampler import Sampler
-from roll_opd.actors.workflow_actor import Job, JobOutcome
+from roll_opd.actors.workflow_actor import TIMEOUT, Job, JobOutcome
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
@@ -71,6 +71,8 @@ class WorkflowPool:
             self._near_engines,
             independent=True,
             max_lost=max_lost,
+            failure=_problem,
+            is_final=_is_final,
         )
         self._shared: dict[int, SharedCall] = {}  # draw -> call
         remedy = "correct it, or set on_workflow_error to drop or replace" if plan.on_workflow_error == "stop" else None
@@ -122,6 +124,8 @@ class WorkflowPool:
         _, restarts = self._pool.drain_counts()
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
         metrics |= {"workflow/runs": float(runs), "workflow/restarts": float(restarts)}
+        if seconds := self._pool.drain_outage_seconds():
+            metrics["workflow/outage_seconds"] = seconds
         if self._repeats:
             metrics["workflow/missing_runs"] = float(self._missing_runs)
         metrics |= {f"workflow/endpoint/{what}": float(n) for what, n in sorted(self._requests.items())}
@@ -237,6 +241,15 @@ def near_engines(
         chosen = min(free, key=lambda number: loads[number] - (ahead if number == preferred else 0))
         loads[chosen] += 1
         yield chosen
+
+
+def _problem(outcome: JobOutcome) -> str | None:
+    return outcome.failure and f"{outcome.failure[0]}: {outcome.failure[1]}"
+
+
+def _is_final(outcome: JobOutcome) -> bool:
+    """Return whether a job has used up its time, which it does not get again."""
+    return outcome.failure is not None and outcome.failure[0] == TIMEOUT
 
 
 def _outcome(_job: Job, answer: JobOutcome | WorkerLost, _seconds: float) -> JobOutcome:

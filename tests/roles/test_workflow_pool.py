@@ -200,7 +200,9 @@ def test_what_a_run_does_to_its_process_costs_the_others_nothing(start: Start, l
 
 def test_a_model_elsewhere_that_fails_costs_its_runs_alone(start: Start, loop) -> None:
     """OpenAI's client tries three times; a run that still fails is counted, and the other runs continue."""
+    # a failed run begins again, after a control
     faults = ["500", "reset", None, "500", "reset", "429 after 0", None, "503", "503", "503"]
+    faults += [None, "503", "500", "reset", None, "reset", "503", "503"]
 
     def reply(asked: dict) -> dict:
         message = {"role": "assistant", "content": asked["messages"][-1]["content"]}

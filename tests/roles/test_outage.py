@@ -1,0 +1,165 @@
+"""An outage costs a pool time and no job; the processes are fakes in this process."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from roll_opd.base.failures import RunError
+from roll_opd.cluster.batched_calls import Answers
+from roll_opd.roles import outage
+from roll_opd.roles.resilient_pool import ResilientPool, WorkerLost
+
+FAILS = "the service is down"
+
+
+class Service:
+    """What all jobs need. `items` are the items that were sent while it was down or up."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.is_up, self.sent = random.Random(seed), True, Counter[Any]()
+
+    def __call__(self, _: int) -> "Service":
+        return self
+
+    async def setup(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    async def run(self, items: Sequence[str]) -> AsyncGenerator[Answers, None]:
+        for place, item in enumerate(items):
+            self.sent[item] += 1
+            needs = self.random.randrange(3)  # turns before the service is asked, and after it
+            for _ in range(needs):
+                await asyncio.sleep(0)
+            works = self.is_up and not item.startswith("broken")
+            for _ in range(2 - needs):
+                await asyncio.sleep(0)
+            yield Answers([(place, item if works else None)], hung=False)
+
+
+def play(scene: Callable[[ResilientPool, Service], Awaitable[None]], seed: int = 0, **settings: Any) -> None:
+    async def main() -> None:
+        service = Service(seed)
+        pool = ResilientPool(
+            "the pool",
+            service,
+            lambda item, answer, seconds: answer or "failed",
+            2,
+            3,
+            failure=lambda answer: None if answer else FAILS,
+            **settings,
+        )
+        await pool.start()
+        async with asyncio.timeout(20):
+            await scene(pool, service)
+        await pool.end()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(outage, "LONGEST_PAUSE_S", 0.004)
+
+
+def test_an_outage_costs_no_job_at_any_time_and_length(capfd: pytest.CaptureFixture[str]) -> None:
+    """Jobs that fail at all times stay failures."""
+    for seed in range(40):
+        chance = random.Random(seed)
+
+        async def scene(pool: ResilientPool, service: Service, chance: random.Random = chance) -> None:
+            assert await pool.submit("first") == "first"
+            items = [f"{chance.choice(('good', 'good', 'broken'))} {number}" for number in range(40)]
+            begins, seconds = chance.randrange(40), chance.choice((0.002, 0.02, 0.05))
+            jobs = []
+            for number, item in enumerate(items):
+                if number == begins:
+                    service.is_up = False
+                    asyncio.get_running_loop().call_later(seconds, setattr, service, "is_up", True)
+                jobs.append(pool.submit(item))
+                if chance.random() < 0.5:
+                    await asyncio.sleep(0)
+            assert await asyncio.gather(*jobs) == ["failed" if item[0] == "b" else item for item in items]
+            assert sum(service.sent.values()) < 40 * 5  # nothing is sent while the pool knows of the outage
+
+        play(scene, seed, independent=bool(seed % 2))
+    assert "works again" in capfd.readouterr().err
+
+
+def test_jobs_that_fail_while_others_succeed_are_answered_without_an_outage(capfd: pytest.CaptureFixture[str]) -> None:
+    async def scene(pool: ResilientPool, service: Service) -> None:
+        assert await pool.submit("broken before any success") == "failed"  # there is no control yet
+        assert await pool.submit("good") == "good"
+        assert await asyncio.gather(*[pool.submit(f"broken {n}") for n in range(9)]) == ["failed"] * 9
+        assert all(count <= 2 for item, count in service.sent.items() if item[0] == "b")
+        assert pool.drain_outage_seconds() == 0
+
+    play(scene)
+    assert "down" not in capfd.readouterr().err
+
+
+def test_a_long_outage_ends_the_run_and_unneeded_jobs_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancelled(pool: ResilientPool, service: Service) -> None:
+        assert await pool.submit("good") == "good"
+        service.is_up = False
+        jobs = [pool.submit(f"good {number}") for number in range(12)]
+        await asyncio.sleep(0.01)
+        later = pool.submit("later")
+        for job in jobs:
+            job.cancel()
+        service.is_up = True
+        assert await later == "later" and 0 < pool.drain_outage_seconds() < 1
+
+    async def ended(pool: ResilientPool, service: Service) -> None:
+        assert await pool.submit("good") == "good"
+        service.is_up = False
+        found = await asyncio.gather(*[pool.submit(f"good {n}") for n in range(12)], return_exceptions=True)
+        found += await asyncio.gather(pool.submit("later"), return_exceptions=True)
+        assert all(isinstance(one, RunError) and FAILS in str(one) for one in found)
+
+    play(cancelled)
+    monkeypatch.setattr(outage, "LIMIT_S", 0.05)
+    play(ended)
+
+
+class Dying(Service):
+    """A worker that dies with each item `dies`, together with all items of its call."""
+
+    async def run(self, items: Sequence[str]) -> AsyncGenerator[Answers, None]:
+        await asyncio.sleep(0)
+        if "dies" in items or (not self.is_up and "once" in items):
+            self.is_up = True
+            raise WorkerLost("worker_died", "died")
+        yield Answers([(place, item) for place, item in enumerate(items)], hung=False)
+
+
+def test_one_lost_process_costs_one_however_many_jobs_it_had() -> None:
+    async def main(max_lost: int) -> int:
+        worker = Dying(0)
+        pool = ResilientPool("the pool", lambda _: worker, _kind, 1, 64, max_lost=max_lost)
+        await pool.start()
+        items = ["dies"] * 8 + ["good"] * 4
+        answers = await asyncio.gather(*map(pool.submit, items))
+        assert answers == ["worker_died"] * 8 + ["good"] * 4
+        tolerated = 0
+        while True:
+            worker.is_up = False
+            try:
+                assert await pool.submit("once") == "once"
+            except RunError:
+                await pool.end()
+                return tolerated
+            tolerated += 1
+
+    for max_lost in (2, 4):
+        assert asyncio.run(main(max_lost)) == max_lost
+
+
+def _kind(item: str, answer: Any, seconds: float) -> str:
+    return answer.kind if isinstance(answer, WorkerLost) else answer
