@@ -2,7 +2,8 @@
 
 Ray's processes exit when their driver is killed. But Ray's agents first try for a minute to report the driver's death
 to a server that no longer runs. The reaper therefore tracks the descendants of the driver, and kills the descendants
-that still run after the driver's end.
+that still run after the driver's end. If the driver was killed, it cannot say why the command ended, so the reaper
+does. Ray also ends the driver without a message if one of Ray's own processes has ended.
 
 An engine core may run on another node, where the driver's reaper cannot kill it. Therefore `inference.process_cleanup`
 ends an engine core after the death of its parent.
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -30,7 +32,9 @@ EXIT_GRACE_S = 1.0  # seconds for processes to exit without a signal
 EXIT_POLL_S = 0.05  # seconds between scans for exited processes
 # Python's resource trackers, which remove the shared memory and semaphores of killed processes
 TRACKER, TRACKER_GRACE_S = "multiprocessing.resource_tracker", 5.0
-REMOVE, KEEP, IF_EMPTY = "+", "-", "?"  # first character of an input line
+REMOVE, KEEP, IF_EMPTY, END = "+", "-", "?", "."  # first character of an input line
+MARK = "ROLL_OPD_GUARD"  # environment variable of the processes that are started inside a block
+RAYS_OWN = ("raylet", "gcs_server")  # names of the processes without which Ray ends the driver
 REAPER, REAPER_GRACE_S = "roll_opd.cluster.process_reaper", 15.0
 
 
@@ -55,9 +59,26 @@ class Reaper:
         """Register a directory. The reaper removes the directory at the end, provided that it is empty then."""
         self._send(IF_EMPTY, directory, "")
 
+    def announce_end(self) -> None:
+        """State that this process itself says why it ends."""
+        with suppress(OSError):  # the reaper has been killed
+            self._write(f"{END}\n")
+
     def _send(self, what: str, directory: Path, within: str) -> None:
-        self._commands.write(f"{what}{os.path.join(glob.escape(str(directory)), within)}\n".encode())
+        self._write(f"{what}{os.path.join(glob.escape(str(directory)), within)}\n")
+
+    def _write(self, line: str) -> None:
+        self._commands.write(line.encode())
         self._commands.flush()
+
+
+_open: list[Reaper] = []  # the reapers of this process
+
+
+def announce_end() -> None:
+    """State that this process says why it ends, before it ends inside a `guarded` block without leaving it."""
+    for reaper in _open:
+        reaper.announce_end()
 
 
 @contextmanager
@@ -68,46 +89,93 @@ def guarded() -> Iterator[Reaper]:
     """
     driver = psutil.Process()
     preexisting = [str(child.pid) for child in driver.children(recursive=True)]  # not started inside the block
-    reaper = subprocess.Popen(
-        [sys.executable, "-m", REAPER, str(driver.pid), *preexisting],
+    outer, mark = os.environ.get(MARK), uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-m", REAPER, mark, str(driver.pid), *preexisting],
         stdin=subprocess.PIPE,  # closes whenever this process ends
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # not interrupted by Ctrl-C in the terminal
     )
-    assert reaper.stdin is not None
+    assert process.stdin is not None
+    reaper = Reaper(process.stdin)
+    _open.append(reaper)
+    os.environ[MARK] = mark
     try:
-        yield Reaper(reaper.stdin)
+        yield reaper
     finally:
-        reaper.stdin.close()
-        reaper.wait()
+        _open.remove(reaper)
+        if outer is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = outer
+        reaper.announce_end()
+        with suppress(OSError):
+            process.stdin.close()
+        process.wait()
 
 
-def watch(driver: int, preexisting: set[int]) -> None:
+def run_guarded(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a program in a guarded process, and return its exit code, or -n if signal n ended it.
+
+    SIGTERM and SIGINT are forwarded to the program. If it has not ended after a second signal, it is killed. However
+    this process or the program ends, the processes that the program has started end too.
+    """
+    asked: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        asked.append(number)
+        if process.poll() is None:
+            process.send_signal(number if len(asked) == 1 else signal.SIGKILL)
+
+    with guarded():
+        # a session of its own, so that Ctrl-C in the terminal does not reach the program a second time
+        environment = {**environment, MARK: os.environ[MARK]}
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def watch(driver: int, preexisting: set[int], mark: str) -> None:
     """Wait until standard input closes, then kill the processes that the driver has started.
 
     The reaper itself and the processes in `preexisting` are not killed. `preexisting` has the ids of processes that are
-    older than the `with` block of `guarded`.
+    older than the `with` block of `guarded`. `mark` is the value of `MARK` in the processes that are started inside the
+    block. It identifies processes that were started between two scans, and whose parent has ended.
 
-    Each input line has an action and a glob pattern of directories. There are three actions: remove the directories at
-    the end, cancel an earlier removal, and remove the directories at the end if they are empty.
+    Each input line has an action and a glob pattern of directories. There are four actions: remove the directories at
+    the end, cancel an earlier removal, remove the directories at the end if they are empty, and note that the driver
+    says itself why it ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
     patterns: set[str] = set()
     if_empty: set[str] = set()
-    threading.Thread(target=_read_input, args=(patterns, if_empty, ended), daemon=True).start()
+    announced = threading.Event()
+    threading.Thread(target=_read_input, args=(patterns, if_empty, announced, ended), daemon=True).start()
     spared = preexisting | {psutil.Process().pid}
     descendants: set[psutil.Process] = set()
     shared: set[str] = set()
+    rays: dict[psutil.Process, str] = {}  # the processes of `RAYS_OWN`
     while not ended.wait(POLL_INTERVAL_S):
         descendants = {process for process in descendants | _descendants(driver) if process.is_running()}
         ours = (process for process in descendants if process.pid not in spared)
         shared |= {path for process in ours for path in _shared_memory(process)}
-    descendants |= _descendants(driver)  # started since the last scan
+        rays |= {process: name for process in descendants if (name := _name(process)) in RAYS_OWN}
+    if not announced.is_set():
+        _say_why(driver, {name for process, name in rays.items() if not _runs(process)})
+    descendants |= _descendants(driver) | _marked(mark)  # started since the last scan
+    for process in list(descendants):
+        descendants |= _descendants(process.pid)
     started = [process for process in descendants if process.pid not in spared]
     trackers = [process for process in started if _is_tracker(process)]
     reapers = [process for process in started if _is_reaper(process)]
     _end([process for process in started if process not in (*trackers, *reapers)], EXIT_GRACE_S)
+    others = (process for process in _marked(mark) if process.pid not in spared)
+    _end([process for process in others if process not in (*trackers, *reapers)], 0.0)  # started during the grace
     _end(trackers, TRACKER_GRACE_S)
     _end(reapers, REAPER_GRACE_S)
     for directory in itertools.chain.from_iterable(map(glob.iglob, patterns)):
@@ -175,10 +243,42 @@ def _remove(directory: Path) -> None:
         latest.unlink(missing_ok=True)
 
 
-def _read_input(patterns: set[str], if_empty: set[str], ended: threading.Event) -> None:
+def _say_why(driver: int, gone: Collection[str]) -> None:
+    """Print why the driver has ended. `gone` are the names of Ray's processes that had ended before."""
+    cause = f"Ray ended process {driver}, because these processes of Ray had ended: {', '.join(sorted(gone))}"
+    why = cause if gone else f"process {driver} was killed"
+    with suppress(OSError):
+        print(
+            f"roll-opd: {why}; look for a lack of memory (dmesg), and resume a run from its last checkpoint with"
+            " resume_from_checkpoint=true",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+def _marked(mark: str) -> set[psutil.Process]:
+    """Return the processes whose environment has this mark."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                found.add(process)
+    return found
+
+
+def _read_input(patterns: set[str], if_empty: set[str], announced: threading.Event, ended: threading.Event) -> None:
     for line in sys.stdin:
         what, pattern = line[0], line[1:].rstrip("\n")
-        if what == KEEP:
+        if what == END:
+            announced.set()
+        elif what == KEEP:
             patterns.discard(pattern)
         else:
             (patterns if what == REMOVE else if_empty).add(pattern)
@@ -193,4 +293,4 @@ def _descendants(driver: int) -> set[psutil.Process]:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), {int(pid) for pid in sys.argv[2:]})
+    watch(int(sys.argv[2]), {int(pid) for pid in sys.argv[3:]}, sys.argv[1])

@@ -6,7 +6,6 @@ A run on another machine requests the log-probs from the server (`teacher.http`)
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roll_opd.base.command_line import USER_ERROR
@@ -39,8 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replace this process with the server. Return 2 for invalid input."""
+    """Run the server until it ends, and return its exit code. Return 2 for invalid input.
+
+    A signal that ends the server is returned as 128 + its number, as in a shell.
+    """
     # the argument parser must not need a package
+    from roll_opd.cluster.process_reaper import run_guarded
     from roll_opd.cluster.ray_environment import socket_parent
     from roll_opd.config.diagnostics import Diagnostics
     from roll_opd.models.layouts import check_tensor_parallel
@@ -78,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
         **({"VLLM_API_KEY": key} if key else {}),
     }
     command = server_command(options, directory, name, on_cpu)
-    return _replace_process(command, environment)
+    code = run_guarded(command, environment)
+    return code if code >= 0 else 128 - code
 
 
 def server_command(options: argparse.Namespace, model: Path, name: str, on_cpu: bool) -> list[str]:
@@ -107,8 +111,3 @@ def _section(options: argparse.Namespace, name: str) -> str:
     if options.api_key_env:
         lines.append(f"    api_key_env: {options.api_key_env}")
     return "\n".join(["When the server answers, use it as the teacher of a run:", *lines])
-
-
-def _replace_process(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    sys.stdout.flush()
-    os.execve(command[0], list(command), dict(environment))

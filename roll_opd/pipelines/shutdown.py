@@ -13,6 +13,7 @@ from typing import Any
 from roll_opd.base.command_line import FAILED, TERMINATED
 from roll_opd.base.failures import Interrupted, RunError, Terminated
 from roll_opd.base.terminal import echo
+from roll_opd.cluster.process_reaper import announce_end
 from roll_opd.pipelines.checkpoints import Checkpoints
 
 LOST_SECONDS = 15.0  # time limit for ending a run that has lost a part of its cluster
@@ -36,7 +37,7 @@ class Ending:
             say: function that prints a line.
         """
         self._checkpoints, self._grace, self._say = checkpoints, shutdown_timeout_s, say
-        self.is_asked_for = False
+        self.is_asked_for = self._is_asked_again = False
         self._asked_at = 0.0
         self._comes_from_all = False  # whether every host of the run forwards its SIGTERM
         self.is_training = False  # whether training has started; the current step is then finished
@@ -109,7 +110,10 @@ class Ending:
                 raise self._without_a_part() from None
             if not self.is_asked_for:
                 raise
-            late = f", and the step did not end within {self._grace:g} s" if self.is_training else ""
+            if self._is_asked_again:
+                late = ", and by a second signal before the end of the step"
+            else:
+                late = f", and the step did not end within {self._grace:g} s" if self.is_training else ""
             raise Terminated(f"ended by SIGTERM{late}{self.how_to_go_on()}") from None
         finally:
             self._is_over = True
@@ -162,6 +166,7 @@ class Ending:
                 if number[0] == signal.SIGTERM and self._is_starting:
                     if not over.wait(START_UP_SECONDS):
                         echo(f"roll-opd: {self._terminated()}", sys.stderr)
+                        announce_end()
                         os._exit(TERMINATED)
                     return
 
@@ -178,6 +183,7 @@ class Ending:
 
     def _give_up(self) -> None:
         echo(f"roll-opd: {self._without_a_part()}", sys.stderr)
+        announce_end()
         os._exit(FAILED)
 
     def _ask(self, task: "asyncio.Task[Any]") -> None:
@@ -187,7 +193,7 @@ class Ending:
         if self.is_asked_for and self._comes_from_all and time.monotonic() - self._asked_at < SIGTERM_DEDUP_S:
             return
         if self.is_asked_for or not self.is_training:
-            self.is_asked_for = True
+            self._is_asked_again, self.is_asked_for = self.is_asked_for, True
             task.cancel()
             return
         self.is_asked_for, self._asked_at = True, time.monotonic()

@@ -81,3 +81,40 @@ def test_a_process_started_just_before_the_end_of_the_block_is_ended(tmp_path: P
             time.sleep(0.01)
     assert writer.wait(timeout=5) == -signal.SIGKILL
     assert not session.exists()
+
+
+DRIVER_OF_PROGRAM = """
+import sys
+from roll_opd.cluster.process_reaper import run_guarded
+sys.exit(run_guarded([sys.executable, "-c", sys.argv[1]], {}) % 256)
+"""
+# a server with a process of its own, which outlives it; the process appears at once, and its parent ends
+SERVER = """
+import subprocess, sys, time
+code = (
+    "import subprocess as s, sys;"
+    "print(s.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+)
+print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout, flush=True)
+time.sleep(99)
+"""
+
+
+@pytest.mark.parametrize("killed", ["driver", "program", "driver by SIGTERM"])
+def test_no_process_of_a_guarded_program_outlives_it(killed: str) -> None:
+    """The driver is `roll-opd serve`, the program is vLLM's server, and its process is the engine core."""
+    command = [sys.executable, "-c", DRIVER_OF_PROGRAM, SERVER]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert driver.stdout and driver.stderr
+    engine = psutil.Process(int(driver.stdout.readline()))
+    program = next(each for each in psutil.Process(driver.pid).children() if SERVER in each.cmdline())
+    {
+        "driver": driver.kill,
+        "program": program.kill,
+        "driver by SIGTERM": driver.terminate,
+    }[killed]()
+    code = driver.wait(20)
+    assert not psutil.wait_procs([engine, program], timeout=10)[1]
+    assert code == {"driver": -9, "program": 256 - 9, "driver by SIGTERM": 256 - 15}[killed]
+    said = driver.stderr.read()
+    assert said.startswith(f"roll-opd: process {driver.pid} was killed") if killed == "driver" else not said

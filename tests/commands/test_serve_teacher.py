@@ -1,5 +1,6 @@
 """`roll-opd serve`: the command line of vLLM's server, and the API key, which is only in the environment."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,9 +25,14 @@ def test_the_key_is_in_the_servers_environment_and_not_on_its_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = {}
-    monkeypatch.setattr("os.execve", lambda _, command, environment: started.update(c=command, e=environment))
+
+    def run_guarded(command: Sequence[str], environment: Mapping[str, str]) -> int:
+        started.update(c=command, e=environment)
+        return -15
+
+    monkeypatch.setattr("roll_opd.cluster.process_reaper.run_guarded", run_guarded)
     monkeypatch.setenv("TOY_KEY", "very-secret-word")
-    main(["serve", TEACHER, "--api-key-env", "TOY_KEY"])
+    assert main(["serve", TEACHER, "--api-key-env", "TOY_KEY"]) == 128 + 15
     assert started["e"]["VLLM_API_KEY"] == "very-secret-word" and "very-secret-word" not in started["c"]
     printed = capsys.readouterr().out
     assert "api_key_env: TOY_KEY" in printed and "very-secret-word" not in printed

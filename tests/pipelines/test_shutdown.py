@@ -63,8 +63,9 @@ def test_what_takes_too_long_is_given_up(training: bool, times: int) -> None:
             await asyncio.sleep(0)
         await asyncio.sleep(5)
 
-    with pytest.raises(Terminated, match="no checkpoint was written"):
+    with pytest.raises(Terminated, match="no checkpoint was written") as ended:
         run(it, steps)
+    assert ("0.05 s" in str(ended.value)) == (training and times == 1) and "9 s" not in str(ended.value)
 
 
 def test_before_the_loop_there_is_nothing_to_save() -> None:
