@@ -89,10 +89,14 @@ def _plan(arguments: argparse.Namespace) -> int:
                 plan = replace(plan, warnings=(*plan.warnings, *uncalled_rewards(plan)))
         except Exception as error:
             return exit_code(error, is_started=False)
+    plan = replace(plan, warnings=tuple(text for text in plan.warnings if text not in plan.refusals))
     if arguments.json:
         print(json.dumps(to_json(plan) | ({"schedule": advice.to_json()} if advice else {}), indent=2), flush=True)
     else:
         print("\n\n".join([to_text(plan, columns()), *([advice.to_text(columns())] if advice else [])]), flush=True)
+    if plan.refusals:
+        echo(f"roll-opd: {ConfigError(list(plan.refusals))}", sys.stderr)
+        return USER_ERROR
     return 0
 
 

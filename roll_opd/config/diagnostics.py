@@ -27,6 +27,7 @@ class Diagnostics:
     origins: Mapping[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     blockers: list[str] = field(default_factory=list)
+    blockers_here: list[str] = field(default_factory=list)  # blockers of this machine; another one may run the plan
     warnings: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted but have no effect
     dropped: set[str] = field(default_factory=set)  # top-level keys that are not in the schema: probably variables
@@ -50,6 +51,10 @@ class Diagnostics:
     def unsupported(self, key: str, text: str) -> None:
         """Add a blocker about `key`, unless it has already been added. Planning continues, but a run is refused."""
         self._add(self.blockers, key, text)
+
+    def unsupported_here(self, key: str, text: str) -> None:
+        """Add a blocker about `key` that depends on this machine, unless it has already been added."""
+        self._add(self.blockers_here, key, text)
 
     @contextmanager
     def catching(self, key: str, kind: type[Exception] = PathError) -> Iterator[None]:

@@ -267,6 +267,7 @@ class RunPlan(RunKeys, RolloutKeys):
     env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
     chat_template_kwargs: FrozenDict = field(default_factory=FrozenDict)  # variables of the chat templates
     warnings: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()  # why a run of this plan is refused on every machine; also in `warnings`
     memory: FrozenDict = field(
         default_factory=FrozenDict
     )  # role name -> {part: estimated bytes per rank} for each pipeline stage

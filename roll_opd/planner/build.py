@@ -69,7 +69,7 @@ def load_plan(
             configuration is for another pipeline, only this problem is reported, and the message names the right
             launcher.
         runnable: if False, configurations that cannot be run yet are planned too. The `warnings` of the plan then give
-            the reasons.
+            the reasons, and its `refusals` the reasons that hold on every machine.
         say: callback that gets the translation report of a Trinity-RFT configuration. For such a configuration, `pure`
             and `pipeline` have no effect.
     """
@@ -104,12 +104,14 @@ def plan_config(
     diagnostics = Diagnostics(loaded.origins, texts=loaded.texts)
     plan = _planned(loaded, pipeline_keys(loaded.values, pure, pipeline, diagnostics), pure, diagnostics)
     if plan is None or diagnostics.problems:
-        found = [*diagnostics.problems, *(diagnostics.blockers if runnable else ())]
+        blockers = [*diagnostics.blockers, *diagnostics.blockers_here]
+        found = [*diagnostics.problems, *(blockers if runnable else ())]
         raise ConfigError(found or ["the configuration could not be read"])
-    sentences = [*diagnostics.blockers, *lacking(plan.trackers)]
-    sentences += [sentence for role in plan.megatron_roles().values() for sentence in not_yet(role)]
+    refusals = [*diagnostics.blockers]
+    refusals += [sentence for role in plan.megatron_roles().values() for sentence in not_yet(role)]
     engines = {role.model.path for role in plan.inference_roles().values()}
-    sentences += [sentence for path in sorted(engines) if (sentence := engine_problem(Path(path)))]
+    refusals += [sentence for path in sorted(engines) if (sentence := engine_problem(Path(path)))]
+    sentences = [*refusals, *diagnostics.blockers_here, *lacking(plan.trackers)]
     if sentences and runnable:
         raise ConfigError(sentences)
     rows = check_rows.first_rows(plan)
@@ -118,8 +120,9 @@ def plan_config(
         problems += check_rows.unusable_rows(plan, rows)
     if problems:
         raise ConfigError(problems)
-    warnings = (*check_files.turn_end_warnings(plan, rows), *check_rows.plain_prompts(plan, rows))
-    return replace(plan, warnings=(*diagnostics.warnings, *sentences, *warnings))
+    shown = (*check_files.turn_end_warnings(plan, rows), *check_rows.plain_prompts(plan, rows))
+    warnings = (*diagnostics.warnings, *sentences, *shown)
+    return replace(plan, warnings=warnings, refusals=tuple(refusals))
 
 
 def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Diagnostics) -> RunPlan | None:

@@ -89,5 +89,5 @@ def check_memory(plan: RunPlan, diag: Diagnostics) -> None:
                 f" {readable_bytes(needs[most])} for {names}, {what}; give the roles separate devices, split them"
                 f" further, or lower gpu_memory_utilization{' or the tokens of a micro-batch' if computing else ''}"
             )
-            return diag.add_warning(text) if computing else diag.unsupported("device_memory_gb", text)
+            return diag.add_warning(text) if computing else diag.unsupported_here("device_memory_gb", text)
     return None

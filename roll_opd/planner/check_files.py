@@ -249,12 +249,12 @@ def _check_place(top: Run, wanted: Path, student: ModelInfo | None) -> None:
     if not place.is_dir():
         top.diag.error("output_dir", f"{place} is a file, so {wanted} cannot be made; choose another directory")
     elif not os.access(place, os.W_OK | os.X_OK):
-        top.diag.unsupported("output_dir", f"{place} may not be written; choose another directory")
+        top.diag.unsupported_here("output_dir", f"{place} may not be written; choose another directory")
     elif student is not None:
         needed = student.parameters * CHECKPOINT_BYTES_PER_PARAMETER
         free = shutil.disk_usage(place).free
         if free < needed:
-            top.diag.unsupported(
+            top.diag.unsupported_here(
                 "output_dir",
                 f"one checkpoint of {student.parameters:,} parameters takes about {needed / 2**30:.1f} GiB, but {place}"
                 f" has {free / 2**30:.1f} GiB free; choose another directory",

@@ -167,7 +167,7 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
         diag.error(key, f"{text}, which vLLM refuses; raise it, or remove {whole}")
     elif on_cpu and tokens < (least := max(longest, 0 if sequences else VLLM_MAX_SEQUENCES)):
         text = f"{tokens} is less than the {least} that an engine without a GPU needs"
-        diag.unsupported(
+        diag.unsupported_here(
             key,
             f"{text} (for the longest sequence as a whole, and for one token of each sequence); raise or remove this"
             " key",

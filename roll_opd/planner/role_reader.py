@@ -448,7 +448,7 @@ class RoleReader:
             }
             for what in [what for what, absent in lacking.items() if absent]:
                 put = "add the files of the model's release" if "token" in what else "add the weights"
-                worker.diag.unsupported(
+                worker.diag.unsupported_here(
                     MODEL, f"{info.path} has no {what}, so the run can be planned but not started; {put}"
                 )
         self._models[model] = info

@@ -104,3 +104,14 @@ def test_costs_that_mean_nothing_are_refused(tmp_path: Path, capsys: pytest.Capt
     ):
         code, _, error = planned(capsys, *words)
         assert code == 2 and message in error, (words, error)
+
+
+def test_the_plan_is_refused_if_a_run_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What only this machine lacks is a warning; a missing correction of stale rewards is refused everywhere."""
+    stale, cured = "async_generation_ratio=1", "+train_infer_correction={is_weight:{enabled:true}}"
+    example = ["plan", "--json", "examples/demo/rlvr_opd.yaml", f"output_dir={tmp_path}"]
+    for changes, code, said in (((stale,), 2, "async_generation_ratio"), ((stale, cured), 0, "")):
+        assert main([*example, *changes]) == code
+        printed = capsys.readouterr()
+        assert said in printed.err and bool(printed.err) == bool(code)
+        assert json.loads(printed.out)["roles"]
