@@ -2,8 +2,8 @@
 
 Ray's processes exit when their driver is killed. But Ray's agents first try for a minute to report the driver's death
 to a server that no longer runs. The reaper therefore tracks the descendants of the driver, and kills the descendants
-that still run after the driver's end. If the driver was killed, it cannot say why the command ended, so the reaper
-does. Ray also ends the driver without a message if one of Ray's own processes has ended.
+that still run after the driver's end. If the driver was killed, it cannot print why the command ended, so the reaper
+prints it. Ray also ends the driver without a message if one of Ray's own processes has ended.
 
 An engine core may run on another node, where the driver's reaper cannot kill it. Therefore `inference.process_cleanup`
 ends an engine core after the death of its parent.
@@ -60,7 +60,7 @@ class Reaper:
         self._send(IF_EMPTY, directory, "")
 
     def announce_end(self) -> None:
-        """State that this process itself says why it ends."""
+        """State that this process itself prints why it ends."""
         with suppress(OSError):  # the reaper has been killed
             self._write(f"{END}\n")
 
@@ -76,7 +76,7 @@ _open: list[Reaper] = []  # the reapers of this process
 
 
 def announce_end() -> None:
-    """State that this process says why it ends, before it ends inside a `guarded` block without leaving it."""
+    """State that this process prints why it ends, before it ends inside a `guarded` block without leaving it."""
     for reaper in _open:
         reaper.announce_end()
 
@@ -128,7 +128,7 @@ def run_guarded(command: Sequence[str], environment: Mapping[str, str]) -> int:
             process.send_signal(number if len(asked) == 1 else signal.SIGKILL)
 
     with guarded():
-        # a session of its own, so that Ctrl-C in the terminal does not reach the program a second time
+        # a separate session, so that Ctrl-C in the terminal does not reach the program a second time
         environment = {**environment, MARK: os.environ[MARK]}
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -148,7 +148,7 @@ def watch(driver: int, preexisting: set[int], mark: str) -> None:
 
     Each input line has an action and a glob pattern of directories. There are four actions: remove the directories at
     the end, cancel an earlier removal, remove the directories at the end if they are empty, and note that the driver
-    says itself why it ends.
+    itself prints why it ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
