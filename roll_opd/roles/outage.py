@@ -1,4 +1,4 @@
-"""Tell failures that jobs cause from an outage of a service that jobs need.
+"""Distinguish failures that jobs cause from an outage of a service that jobs need.
 
 If a job of a pool fails, its failure is held back, and the last job that succeeded runs again, as a control. If the
 control succeeds, the failed job runs again, and its second answer is final. If the control fails, something that the
