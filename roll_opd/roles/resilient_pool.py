@@ -6,7 +6,7 @@ concurrently. Further jobs wait in the driver until a process has room.
 A job that has lost its process twice runs the third time in a process without other jobs. If this process is lost too,
 the pool assumes that the job is the cause. `settle` then gets a `WorkerLost` as the answer of the job.
 
-If the pool can tell which answers are failures, jobs that fail because of an outage run again; see `outage`.
+If the pool knows which answers are failures, jobs that fail because of an outage run again; see `outage`.
 """
 
 import asyncio
