@@ -167,6 +167,20 @@ class CorrectionPlan:
 
 
 @dataclass(frozen=True)
+class EngineCheckPlan:
+    """Test of the engine's samples against the student's distribution (`algorithms.engine_evidence`)."""
+
+    top_k: int = -1  # of the sampling distribution; 0 or -1: all tokens
+    top_p: float = 1.0
+    # the engine rounds weights or KV cache, and a correction weights its tokens: log-probs are not compared
+    is_corrected: bool = False
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.top_k < 1 and self.top_p == 1
+
+
+@dataclass(frozen=True)
 class ObjectivePlan(ObjectiveKeys):
     """The objective: its keys, and the values that are derived from them for the run's mode."""
 
@@ -187,6 +201,7 @@ class ObjectivePlan(ObjectiveKeys):
     max_age: int = 0  # number of weight versions by which trained tokens may be behind the student
     # False only with one update per step, where log-probs before and during the update are equal
     recompute_old_logprobs: bool = False
+    engine_check: EngineCheckPlan | None = None  # None: the engine's samples are not tested
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
+from roll_opd.config.plan import EngineCheckPlan, MegatronPlan, MicroBatchLimits
 from roll_opd.megatron import parallel
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
@@ -43,6 +43,7 @@ class TargetRequest:
     ids: Sequence[np.ndarray] | None = None  # tokens to score in place of a top-k, integer [T-P, K] for each sequence
     hidden: bool = False  # final hidden states
     plain: bool = False  # log-probs of the top-k at temperature 1
+    moments: EngineCheckPlan | None = None  # moments of the sampling distribution (`algorithms.engine_evidence`)
     vocab_size: int | None = None  # `topk` and `ids` are over the first `vocab_size` tokens; None: over all
 
     def values(self, head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
@@ -59,6 +60,8 @@ class TargetRequest:
         elif self.ids is not None:
             ids_MK = batch.columns["topk_ids"]
             values |= _topk(ids_MK, within.logprobs_with_rest(ids_MK.long()))
+        if self.moments:
+            values["moments"] = head.moments(self.moments)
         if self.hidden:
             values["hidden"] = head.hidden()
         return values
@@ -179,6 +182,7 @@ class MegatronEngine:
         - `topk_ids`, `topk_logprobs`: int32 and f32 [T-P, K], if `request` has `topk` or `ids`.
         - `topk_rest`: log-prob of all other tokens together, f32 [T-P], if `request` has `topk` or `ids`.
         - `plain_logprobs`: f32 [T-P, K], if `request` has `topk` and `plain`.
+        - `moments`: f32 [T-P, X], if `request` has `moments` (see `OutputHead.moments`).
         - `hidden`: [T-P, E], if `request` has `hidden` (see `samples.transport`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)

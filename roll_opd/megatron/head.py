@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_opd.algorithms.divergences import ColumnSum
+from roll_opd.config.plan import EngineCheckPlan
 from roll_opd.megatron.context_parallel import TokenOwners
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from roll_opd.megatron.moments import vocab_parallel_moments
 from roll_opd.megatron.vocabulary import VocabShard
 
 
@@ -76,6 +78,10 @@ class OutputHead:
     def entropy(self) -> Tensor:
         """Return the entropy of the next token's distribution, f32 [M]."""
         return self._gather(vocab_parallel_entropy(self.hidden_mE, self.vocab))
+
+    def moments(self, plan: EngineCheckPlan) -> Tensor:
+        """Return the moments of each scored token's log-prob, f32 [M, X]; see `moments.vocab_parallel_moments`."""
+        return self._gather(vocab_parallel_moments(self.hidden_mE, self.vocab, self.targets_m, plan))
 
     def divergence(self, teacher_hidden_MF: Tensor, teacher: TeacherHead, measure: ColumnSum) -> Tensor:
         """Return the divergence from a teacher at each scored token, f32 [M].

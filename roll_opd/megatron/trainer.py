@@ -20,6 +20,7 @@ from roll_opd.megatron.learner import MegatronLearner, Update
 from roll_opd.megatron.model_builder import HeadModel, unwrapped
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.models.device_phases import Part
+from roll_opd.objective.engine_columns import SAMPLED_BY, engine_sums
 from roll_opd.objective.loss import opd_loss, sampled_mask
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sharding import TrainResult
@@ -60,6 +61,7 @@ class MegatronTrainer(MegatronLearner):
         - `approx_kl`: sum of r - 1 - log r, where r is the ratio
         - `opd_loss` (with a distillation term): divergence from the teachers, with their coefficients
         - `entropy` (with an entropy term): without its coefficient
+        - `engine_*` (with the columns of `objective.engine_columns`): sums over the tested tokens
         - `demonstration_tokens` (with demonstrations): number of their tokens
         - `demonstration_loss` (with demonstrations): weighted sum of -logprobs over their tokens, for every policy loss
 
@@ -111,6 +113,9 @@ class MegatronTrainer(MegatronLearner):
                 value = value + distillation
                 sums["opd_loss"] = distillation.detach()
             sums["weighted_loss"] = value.detach()
+            if SAMPLED_BY in batch.columns and objective.engine_check:
+                rows_R = batch.columns[SAMPLED_BY].nonzero()[:, 0]
+                sums |= engine_sums(batch.columns, head.at(rows_R).moments(objective.engine_check), rows_R)
             return value, {"sums": sums, "logprobs": _by_sequence(logprobs_M, batch.lengths)}
 
         return loss

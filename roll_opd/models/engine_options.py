@@ -35,6 +35,48 @@ _REMOVED = """
     disable_frontend_multiprocessing max_num_partial_prefills max_long_partial_prefills
 """
 REMOVED = {"vLLM": frozenset(_REMOVED.split())}
+# Options of vLLM that may change the distribution of samples. They are admitted, because the engine check
+# (`algorithms.engine_evidence`) tests samples and log-probs of the engine against the student.
+ROUNDING_OPTIONS = frozenset({"quantization", "quantization_config", "kv_cache_dtype"})
+ALTERING_OPTIONS = (
+    *("speculative_config", "spec_method", "spec_model", "logits_processors", "watermark_config", "hf_overrides"),
+    *sorted(ROUNDING_OPTIONS),
+)
+# as above, but with a correct engine the distribution differs only by rounding
+_COMPUTING = """
+    spec_tokens allow_deprecated_quantization kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype
+    enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds use_fp64_gumbel
+    hf_config_path model_class_overrides model_impl model_weights load_format config_format model_loader_extra_config
+    ignore_patterns trust_remote_code revision code_revision generation_config override_generation_config
+    reasoning_config enable_lora lora_dtype lora_target_modules max_lora_rank
+    attention_backend attention_config moe_backend linear_backend kernel_config ir_op_priority compilation_config
+    mamba_backend mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend mamba_config
+    sparse_indexer_topk_backend engram_config use_replayssm replayssm_buffer_len
+    disable_sliding_window disable_cascade_attn swa_bounded_replay kv_sharing_fast_prefill
+    enable_prefix_caching enable_mamba_shared_prefix_checkpoint mamba_cache_mode
+    decode_context_parallel_size prefill_context_parallel_size enable_expert_parallel enable_ep_weight_filter
+    expert_placement_strategy enable_batch_sharded_sampling enable_eplb eplb_config
+    worker_cls worker_extension_cls scheduler_cls additional_config distributed_executor_backend
+    kv_transfer_config ec_transfer_config ec_manager_config optimization_level performance_mode
+"""
+CHECKED_OPTIONS = frozenset((*ALTERING_OPTIONS, *_COMPUTING.split()))
+# Options with which an engine returns no samples of the student -> reason
+REFUSED_OPTIONS = {
+    "runner": "an engine of a run generates text",
+    "convert": "an engine of a run generates text",
+    "pooler_config": "an engine of a run generates text",
+    "diffusion_config": "a diffusion model has no log-probs of tokens",
+    "enable_prompt_embeds": "prompts are tokens",
+    "tokens_only": "stop strings need the engine's tokenizer",
+    "skip_tokenizer_init": "stop strings need the engine's tokenizer",
+    "tokenizer_mode": "the tokens of a sample are those of the run's tokenizer",
+    "tokenizer_revision": "the tokenizer is the one in the role's model directory",
+    "structured_outputs_config": "a grammar restricts samples to a part of the student's distribution",
+    "reasoning_parser": "responses are tokens, which no parser reads",
+    "reasoning_parser_plugin": "responses are tokens, which no parser reads",
+    "enable_trace_replay": "replayed traces are not samples of the student",
+    "default_mm_loras": "the engine has only the student's weights",
+}
 ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")  # the name of an environment variable
 
 
@@ -68,6 +110,8 @@ def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str]
         return "is set by the model's config.json, model_args or the engine; remove this option"
     if engine == "vLLM" and name in VLLM_DECIDED:
         return "is set by the run; remove this option"
+    if engine == "vLLM" and name in REFUSED_OPTIONS and value:
+        return f"is refused: {REFUSED_OPTIONS[name]}; remove this option"
     options = engine_options(engine)
     if options is None:
         return None

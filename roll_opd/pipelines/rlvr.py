@@ -18,6 +18,7 @@ from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
 from roll_opd.pipelines.concurrent_validation import ConcurrentValidation
+from roll_opd.pipelines.engine_check import EngineCheck
 from roll_opd.pipelines.history import changed_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
@@ -71,11 +72,14 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
     adapted = run.resumed.kl_coef if run.resumed and "init_kl_coef" not in run.history.changes else None
     kl_coef = first_kl_coef(plan.objective, adapted)
     preflight = _preflight(run, workers)
+    engine_check = EngineCheck(plan, workers.student, run.logger.engine_preflight)
     await publish(run.steps_done)
     async with aclosing(rollouts.batches()) as batches, aclosing(concurrent) if concurrent else nullcontext():
         async for batch in batches:
             step = batch.version + 1
-            samples = await _with_model_values(batch.samples, plan, workers, clock, preflight)
+            samples = await _with_model_values(
+                batch.samples, plan, workers, clock, preflight, engine_check, batch.version
+            )
             if plan.update_reads_rewards:
                 with clock.phase("reward"):
                     samples = await batch.with_rewards(samples)
@@ -85,6 +89,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
             if plan.demonstrations:
                 samples = mixed(samples, batch.demonstration_samples, plan.demonstrations.updates)
             samples, metrics = await _learn(samples, run, workers, step)
+            engine_check.after(metrics, step)
             await rollouts.settle()
             finished = rollouts.finished_groups()
             with clock.phase("weight_sync"):
@@ -209,7 +214,13 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
 
 
 async def _with_model_values(
-    samples: list[Sample], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
+    samples: list[Sample],
+    plan: RunPlan,
+    workers: RunWorkers,
+    clock: PhaseClock,
+    preflight: TeacherPreflight,
+    engine_check: EngineCheck,
+    version: int,
 ) -> list[Sample]:
     """Return the samples with the log-probs and values that the objective needs.
 
@@ -221,6 +232,7 @@ async def _with_model_values(
     with clock.phase("teacher"):
         if not reads_beside_generation(plan, turns):
             samples = await workers.frozen_models.compute_logprobs(samples, temperature)
+        await engine_check.preflight(samples, temperature, version)
         await preflight.check(samples, temperature)
     if plan.objective.recompute_old_logprobs or len(samples) > plan.student.mini_batch_sequences:
         with clock.phase("old_logprobs"):

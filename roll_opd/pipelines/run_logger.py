@@ -142,7 +142,14 @@ class RunLogger:
 
     def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
         """Print the results of a teacher's preflight, and write them to a file of the run."""
-        self.note(table(name, rows))
+        self._preflight(f"Teacher preflight: {name}", name, rows)
+
+    def engine_preflight(self, name: str, rows: Sequence[Check]) -> None:
+        """Print the results of the engine check before the first update, and write them to a file of the run."""
+        self._preflight(f"Engine preflight: {name}", name, rows)
+
+    def _preflight(self, title: str, name: str, rows: Sequence[Check]) -> None:
+        self.note(table(title, rows))
         self._run.write_preflight(name, [asdict(row) for row in rows])
 
     def start(self, metrics: Mapping[str, float]) -> None:

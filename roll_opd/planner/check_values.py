@@ -202,7 +202,12 @@ def _check_sampling(args: GeneratingArgs) -> None:
             "",
             f"{', '.join(names)}: the rollout's log-probs are of the distribution after this change, but the log-probs"
             " of teacher and training engine are of the full distribution; with top_p 1, top_k -1 and"
-            " repetition_penalty 1 they are comparable",
+            " repetition_penalty 1 they are comparable"
+            + (
+                "; engine_check does not test samples with a repetition penalty"
+                if reshaped["repetition_penalty"]
+                else ""
+            ),
         )
 
 

@@ -7,7 +7,7 @@ from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TokenFilterPlan
+from roll_opd.config.plan import CorrectionPlan, EngineCheckPlan, ObjectivePlan, SamplingPlan, TokenFilterPlan
 from roll_opd.config.schema import (
     DistillationKeys,
     ImportanceWeight,
@@ -19,6 +19,7 @@ from roll_opd.config.schema import (
     keys_of,
     shared,
 )
+from roll_opd.models.engine_options import ALTERING_OPTIONS, ROUNDING_OPTIONS
 from roll_opd.models.group_window import Pace
 
 # keys that ROLL does not have and that select a loss
@@ -29,13 +30,16 @@ STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_rewar
 BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}
 
 
-def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size: int) -> ObjectivePlan:
+def objective_plan(
+    top: Top, mode: str, updates: int, response: int, vocab_size: int, tested: EngineCheckPlan | None
+) -> ObjectivePlan:
     """Return the objective of a run with rollouts.
 
     Args:
         updates: number of optimizer updates per step.
         response: maximum number of tokens in a response.
         vocab_size: number of token ids that student and teachers share.
+        tested: test of the engine's samples.
     """
     assert top.policy_loss
     pure = mode == "pure"
@@ -64,6 +68,7 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         opd_vocab_size=vocab_size if has_divergence else None,
         correction=read,
         max_age=_max_age(top),
+        engine_check=tested,
         # a correction compares log-probs of the weights before the update with the sampling engine's log-probs
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
@@ -179,18 +184,31 @@ def check_correction(top: Top, mode: str) -> None:
         )
 
 
-def check_quantised(options: Mapping[str, object], diag: Diagnostics, top: Top) -> None:
-    """Warn if an inference engine quantises the student's weights and the run has no correction.
+def engine_check_plan(
+    top: Top, sampling: SamplingPlan, options: Mapping[str, object], diag: Diagnostics
+) -> EngineCheckPlan | None:
+    """Return the test of the engine's samples, or None if they are not tested.
 
     `options` are the options of the engine.
     """
-    key = "quantization"
-    if options.get(key) and read_correction(top) is None:
-        diag.note(
-            f"strategy_args.strategy_config.{key}",
-            f"{options[key]} samples from rounded weights, whose log-probs differ from the student's;"
-            " switch train_infer_correction on (is_weight or filters)",
-        )
+    altering = [name for name in ALTERING_OPTIONS if options.get(name) not in (None, "auto")]
+    is_corrected = read_correction(top) is not None and not ROUNDING_OPTIONS.isdisjoint(altering)
+    for name in altering:
+        key, value = f"strategy_args.strategy_config.{name}", options[name]
+        if not top.engine_check:
+            diag.error(key, f"{value} may change the distribution of samples; set engine_check: true to test them")
+        elif name in ROUNDING_OPTIONS and not is_corrected:
+            diag.note(
+                key,
+                f"{value} samples from rounded weights, whose log-probs differ from the student's; switch"
+                " train_infer_correction on (is_weight or filters), as engine_check ends a run in which they differ"
+                " without a correction",
+            )
+        else:
+            diag.note(key, f"{value} may change the distribution of samples; engine_check tests them in each step")
+    if sampling.repetition_penalty != 1 or not top.engine_check:
+        return None
+    return EngineCheckPlan(sampling.top_k, sampling.top_p, is_corrected)
 
 
 def read_correction(top: Top) -> CorrectionPlan | None:

@@ -33,7 +33,7 @@ from roll_opd.planner import (
 )
 from roll_opd.planner.expand import expand
 from roll_opd.planner.http_plans import check_http_teachers
-from roll_opd.planner.objective_plan import check_quantised, objective_plan
+from roll_opd.planner.objective_plan import engine_check_plan, objective_plan
 from roll_opd.planner.read import Sections
 from roll_opd.planner.reward_sections import read_rewards
 from roll_opd.planner.role_reader import Roles
@@ -107,11 +107,11 @@ class RolloutParts:
             parts.teacher_plan(name, role, top, roles.train, sizes.response) for name, role in roles.teachers.items()
         )
         contexts = tuple(teacher.context for teacher in teachers if teacher.context)
-        check_quantised(roles.infer.strategy.args, roles.infer.diag, top)
         validation = self.played or self._validation(sizes.response)
         student = parts.train_plan(roles.train, top, sizes.mini_batch, updates * steps)
         rollout = parts.rollout_plan(roles.infer, top, sizes.n, sizes.response, sizes.held_out or 0)
-        objective = objective_plan(top, roles.mode, updates, sizes.response, roles.shared_vocabulary)
+        tested = engine_check_plan(top, rollout.sampling, roles.infer.strategy.args, roles.infer.diag)
+        objective = objective_plan(top, roles.mode, updates, sizes.response, roles.shared_vocabulary, tested)
         workflow = _workflow(top)
         if workflow:
             models = tuple(self._auxiliaries(sizes.response))

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from roll_opd.cluster.group import Reference, gathered, gathered_and_held
-from roll_opd.config.plan import ObjectivePlan, TeacherPlan
+from roll_opd.config.plan import EngineCheckPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
+from roll_opd.objective.engine_columns import engine_metrics, marked
 from roll_opd.objective.mismatch import check_staleness
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
 from roll_opd.samples.sample import Sample, TargetRef, shard_sample, with_columns
@@ -25,6 +26,14 @@ class Student(Learner):
         """Return the samples with `old_logprobs` set to log-probs from the training engine."""
         values = await self.compute_logprobs(experiences, temperature)
         return with_columns(experiences, old_logprobs=values)
+
+    async def moments(self, samples: Sequence[Sample], temperature: float, plan: EngineCheckPlan) -> list[np.ndarray]:
+        """Return the moments of the sampling distribution at each response token, f32 [T-P, X] for each sample.
+
+        See `OutputHead.moments`.
+        """
+        found = await gathered(self.group, "compute_targets", _routed(samples), temperature, moments=plan)
+        return [values["moments"] for values in found]
 
     async def topk_ids(
         self, experiences: Sequence[Sample], temperature: float, objective: ObjectivePlan
@@ -52,8 +61,8 @@ class Student(Learner):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Make all optimizer updates of one training step.
 
-        Returns (samples, metrics): the samples with `old_logprobs`, and the metrics `actor/*`. If a sample had no
-        `old_logprobs`, they are the log-probs that were computed during the update.
+        Returns (samples, metrics): the samples with `old_logprobs`, and the metrics `actor/*` and `rollout/engine/*`.
+        If a sample had no `old_logprobs`, they are the log-probs that were computed during the update.
         """
         learned = list(experiences)
         updates: list[Update] = []
@@ -63,12 +72,16 @@ class Student(Learner):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
                 check_staleness(batch, step - 1, len(updates), objective.max_age)
-                shards = self._shards(batch, teachers, objective)
+                read = batch
+                if objective.engine_check and not updates:  # later updates have other weights than the samples
+                    read = marked(batch, step - 1, objective.engine_check)
+                shards = self._shards(read, teachers, objective)
                 update, logprobs = await self._update("update", shards, objective, temperature, step)
                 updates.append(update)
                 learned[start : start + size] = _with_old_logprobs(batch, logprobs)
                 self._check_applied(update, learned[start : start + size])
-        return learned, _loss_metrics(updates) | optimizer_metrics(updates)
+        tested = {name: total(updates[:1], name) for rank in updates[0] for name in rank.sums}
+        return learned, _loss_metrics(updates) | optimizer_metrics(updates) | engine_metrics(tested)
 
     async def forward_backward(
         self,

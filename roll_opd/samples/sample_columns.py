@@ -136,6 +136,18 @@ COLUMNS = {
         "policy loss",
         shard="f32",
     ),
+    "sampled_by": Column(
+        "1 at tokens that the engine check tests and the current weights sampled, 2 at those of older weights",
+        "objective.engine_columns",
+        "engine check",
+        shard="i8",
+    ),
+    "engine_logprobs": Column(
+        "the column `rollout_logprobs`, at tokens that the engine check tests",
+        "objective.engine_columns",
+        "engine check",
+        shard="f32",
+    ),
     "actions": Column(
         "the column `action_mask`; present only if opd_kl_discount needs it",
         "objective.columns",

@@ -164,12 +164,12 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
     return Check(PREFERENCE, value, "ok", meaning)
 
 
-def table(name: str, rows: Sequence[Check]) -> str:
+def table(title: str, rows: Sequence[Check]) -> str:
     """Return the checks as a table that is `WIDTH` characters wide.
 
     The meanings of warnings and failures follow below the table.
     """
-    lines = [f"Teacher preflight: {name}", "-" * WIDTH]
+    lines = [title, "-" * WIDTH]
     for row in rows:
         value = textwrap.wrap(row.value, WIDTH - 36) or [""]
         lines += [f"{row.check:<27}{value[0]:<{WIDTH - 35}}{row.verdict:>8}", *(" " * 27 + rest for rest in value[1:])]

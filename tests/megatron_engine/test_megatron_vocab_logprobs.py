@@ -1,5 +1,7 @@
 """Log-probs, top-k, divergences and entropy over a split vocabulary, against dense ones in double precision."""
 
+import math
+
 import megatron_layouts as layouts
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from megatron_answers import Answers
 from megatron_jobs import vocabulary
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from roll_opd.algorithms.engine_evidence import LAMBDAS
 from roll_opd.megatron.engine import check_scored_tokens
 from roll_opd.megatron.vocabulary import raw_logits
 from roll_opd.samples.sample import Sample
@@ -107,6 +110,43 @@ def naive(measure: str, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         "skewed_reverse_kl": kl(s, alpha * s + (1 - alpha) * t),
         "skewed_forward_kl": kl(t, alpha * t + (1 - alpha) * s),
     }[measure]
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2"])
+def test_moments_of_the_sampling_distribution(answers: Answers, layout: str) -> None:
+    """Against sums over a list of the tokens that top-k and top-p keep, in double precision."""
+    found = answers.arrays(f"moments-{layout}")
+    hidden, weight, targets, _ = vocabulary.vocab_inputs(
+        vocabulary.VOCAB_ROWS, vocabulary.VOCAB_WIDTH, layouts.VOCABULARY
+    )
+    logprobs_MV = (torch.from_numpy(hidden).double() @ torch.from_numpy(weight).double().T / 0.7).log_softmax(-1)
+    excluded = 0
+    for top_k, top_p in vocabulary.TRUNCATIONS:
+        wanted = [
+            naive_moments(row.tolist(), int(target), top_k, top_p)
+            for row, target in zip(logprobs_MV, targets, strict=True)
+        ]
+        excluded += sum(math.isinf(row[1]) for row in wanted)
+        for chunks in vocabulary.VOCAB_CHUNK_ROWS:
+            np.testing.assert_allclose(found[f"{chunks}-{top_k}-{top_p}"], np.array(wanted), rtol=2e-5, atol=2e-5)
+    assert excluded
+
+
+def naive_moments(logprobs: list[float], target: int, top_k: int, top_p: float) -> list[float]:
+    order = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])
+    order = order[:top_k] if top_k > 0 else order
+    mass = sum(math.exp(logprobs[token]) for token in order)
+    kept, before = [], 0.0
+    for token in order:
+        if before < top_p * mass:
+            kept.append(token)
+        before += math.exp(logprobs[token])
+    mass = sum(math.exp(logprobs[token]) for token in kept)
+    mean = sum(math.exp(logprobs[token]) / mass * logprobs[token] for token in kept)
+    variance = sum(math.exp(logprobs[token]) / mass * (logprobs[token] - mean) ** 2 for token in kept)
+    powers = [sum(math.exp(logprobs[t]) / mass * math.exp(power * logprobs[t]) for t in kept) for power in LAMBDAS]
+    log_mass = math.log(mass) if target in kept else math.inf
+    return [logprobs[target], log_mass, mean, variance, *map(math.log, powers)]
 
 
 def test_layouts_agree(answers: Answers) -> None:

@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).parents[2] / "roll_opd"
 ROOMS = ("actors", "megatron", "objective", "pipelines", "roles", "rollout", "samples", "teachers")
 FILES = ("workflows/workflow_experience.py", "tracking/metrics.py")
 FILLS = ("with_columns", "as_columns")
-KINDS = {"f32": np.float32, "f64": np.float64, "bool": np.bool_, "i32": np.int32}
+KINDS = {"i8": np.int8, "f32": np.float32, "f64": np.float64, "bool": np.bool_, "i32": np.int32}
 
 
 def is_columns(node: ast.AST) -> bool:

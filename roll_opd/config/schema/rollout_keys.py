@@ -67,6 +67,12 @@ class RolloutKeys(Section):
         " devices of student and engines; shared_memory: always through the hosts' memory",
         OURS,
     )
+    engine_check: bool | Literal["warn"] = key(
+        True,
+        "test in each step whether the inference engine samples from the student, and compare their log-probs; true:"
+        " end the run if it does not; warn: report the problem and continue",
+        OURS,
+    )
     teacher_preflight: bool | Literal["warn"] = key(
         True,
         "check each teacher on the first samples, before the first update; true: end the run if a check fails;"

@@ -16,9 +16,11 @@ from megatron_registry import jobs, operation
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
+from roll_opd.config.plan import EngineCheckPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from roll_opd.megatron.moments import TEMPORARIES, vocab_parallel_moments
 from roll_opd.megatron.vocabulary import VocabShard
 
 
@@ -45,6 +47,7 @@ def teacher_inputs(rows: int) -> tuple[np.ndarray, np.ndarray]:
 VOCAB_ROWS, VOCAB_WIDTH = 23, 16
 TEACHER_WIDTH, TEACHER_VOCABULARY = 12, 97  # fewer columns than the student's: on two ranks they end inside the second
 TOPK = (1, 5, VOCABULARY)
+TRUNCATIONS = ((-1, 1.0), (7, 1.0), (-1, 0.8), (9, 0.6))  # top-k and top-p
 MEASURES = {
     "reverse_kl": {},
     "forward_kl": {},
@@ -156,6 +159,22 @@ def topk(job: Job, root: Path) -> None:
     write_results(root / f"{job['name']}.npz", results)
 
 
+@operation
+def moments(job: Job, root: Path) -> None:
+    """Compute the moments of the sampling distribution, with and without top-k and top-p."""
+    shard = vocabulary(job)
+    hidden, weight, targets, _ = vocab_inputs(VOCAB_ROWS, VOCAB_WIDTH, layouts.VOCABULARY)
+    results = {}
+    for name, rows in VOCAB_CHUNK_ROWS.items():
+        for top_k, top_p in TRUNCATIONS:
+            chunk_bytes = 4 * shard.each * rows * TEMPORARIES
+            part = VocabShard(shard.rows(weight), 0.7, layouts.VOCABULARY, shard.group, chunk_bytes=chunk_bytes)
+            plan = EngineCheckPlan(top_k, top_p)
+            found_MX = vocab_parallel_moments(torch.from_numpy(hidden), part, torch.from_numpy(targets), plan)
+            results[f"{name}-{top_k}-{top_p}"] = found_MX.numpy()
+    write_results(root / f"{job['name']}.npz", results)
+
+
 class LargestTensor(TorchDispatchMode):
     """Records the size of the largest tensor that any operation returned."""
 
@@ -198,6 +217,6 @@ def memory(job: Job, root: Path) -> None:
 @jobs
 def vocabulary_jobs() -> Iterator[Job]:
     for layout in ("tp1", "tp2"):
-        for op in ("vocab", "columns", "topk"):
+        for op in ("vocab", "columns", "topk", "moments"):
             yield {"op": op, "name": f"{op}-{layout}", "layout": layout}
     yield {"op": "memory", "name": "memory", "layout": "tp1"}

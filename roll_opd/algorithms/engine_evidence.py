@@ -1,0 +1,117 @@
+"""Test whether an inference engine draws its samples from the student's distribution.
+
+Let p_t be the student's distribution of token t, after temperature, top-k and top-p, and let f = log p without top-k
+and top-p. If the engine draws x_t from p_t, then
+
+    d_t    = f(x_t) - E[f]                     has mean 0 and variance Var[f]
+    e_t(λ) = exp(λ f(x_t)) / E[exp(λ f)]       has mean 1, for every λ
+
+The product of e_t over tokens is a test martingale: with samples of the student, the probability that it ever exceeds
+1/α is at most α (Ville's inequality). This holds for any number of tokens and any distribution, also where a normal
+approximation of Σ d_t fails, as for a student whose distributions are nearly deterministic. λ > 0 finds samples that
+are too likely (a lower temperature, top-p), λ < 0 samples that are too unlikely (wrong speculation, other weights).
+
+Older weights draw x_t from q_t instead, and only q_t(x_t) is known. With w = p_t(x_t) / q_t(x_t), the mean of w · e_t
+is at most 1, so (1 + w · e_t) / 2 takes the place of e_t.
+
+Legend: M tokens, X quantities of `moments`, L values of λ.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LAMBDAS = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5, 1.0)
+MOMENTS = ("logprob", "log_mass", "mean", "variance")  # of f; then log E[exp(λ f)] for each λ
+FALSE_ALARMS = 1e-4  # largest probability of an alarm in a run whose engine samples from the student
+# nats per token: a smaller mean of d_t is no fault, because two engines round differently
+MATERIAL = {"fp32": 1e-3, "bf16": 0.01, "fp16": 0.01}
+# nats by which the log-probs of engine and student may differ on average; in bf16, up to 0.05 was measured
+DIFFERENCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+CURRENT, OLDER = 1, 2  # marks of tested tokens: sampled by the weights that compute the moments, or by older weights
+
+
+def kept_tokens(logprobs_MV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return a mask of the tokens that top-k and then top-p keep, as in vLLM, bool [M, V]."""
+    ordered_MV, order_MV = logprobs_MV.sort(dim=1, descending=True)
+    if 0 < top_k < ordered_MV.size(1):
+        ordered_MV = ordered_MV.masked_fill(ordered_MV < ordered_MV[:, top_k - 1, None], -math.inf)
+    chances_MV = ordered_MV.softmax(1)
+    kept_MV = (chances_MV.cumsum(1) - chances_MV < top_p) & (ordered_MV > -math.inf)
+    return torch.zeros_like(kept_MV).scatter_(1, order_MV, kept_MV)
+
+
+def sampling_sums(moments_MX: Tensor, rollout_M: Tensor, marks_M: Tensor) -> dict[str, Tensor]:
+    """Return the sums over tokens from which `EngineEvidence` is computed, each f64 [].
+
+    Args:
+        moments_MX: `MOMENTS` and the log E[exp(λ f)] of each token, f32. `log_mass` is the log of the total probability
+            of the tokens that top-k and top-p keep; it is inf if they exclude the sampled token.
+        rollout_M: the engine's log-probs, f32.
+        marks_M: `CURRENT` or `OLDER` for each token.
+    """
+    values_MX = moments_MX.double()
+    logprob_M, log_mass_M, mean_M, variance_M = values_MX[:, : len(MOMENTS)].unbind(1)
+    train_M, rollout_M, current_M = logprob_M - log_mass_M, rollout_M.double(), marks_M == CURRENT
+    lambdas_L = torch.tensor(LAMBDAS, dtype=torch.float64, device=values_MX.device)
+    log_e_ML = logprob_M[:, None] * lambdas_L - values_MX[:, len(MOMENTS) :]
+    log_w_M = torch.where(current_M, 0.0, train_M - rollout_M)
+    older_ML = torch.logaddexp(log_w_M[:, None] + log_e_ML, torch.zeros_like(log_e_ML)) - math.log(2)
+    weighted_M = log_w_M.exp() * (logprob_M - mean_M)
+    evidence_L = torch.where(current_M[:, None], log_e_ML, older_ML).sum(0)
+    compared_M = current_M & torch.isfinite(train_M)
+    apart_M = torch.where(compared_M, (train_M - rollout_M).abs(), 0.0)
+    sums = {
+        "tokens": current_M.new_tensor(len(marks_M), dtype=torch.float64),
+        "compared": compared_M.sum().double(),
+        "surprise": weighted_M.sum(),
+        "variance": torch.where(current_M, variance_M, weighted_M.square()).sum(),
+        "apart": apart_M.sum(),
+    }
+    return sums | {f"evidence{number}": value for number, value in enumerate(evidence_L.unbind())}
+
+
+@dataclass(frozen=True)
+class EngineEvidence:
+    """Evidence of one step against the hypothesis that the engine samples from the student."""
+
+    tokens: float  # number of tested tokens
+    bias: float  # mean of d_t over the tokens, nats
+    z: float  # Σ d_t in standard deviations
+    log_evidence: float  # log of the mean over λ of Π e_t
+    compared: float = 0  # number of tokens whose log-probs were compared: those of the current weights
+    # mean of |log-prob of the student - log-prob of the engine| over these tokens, nats
+    difference: float = 0
+
+    @staticmethod
+    def of(sums: Mapping[str, float]) -> "EngineEvidence | None":
+        """Return the evidence in sums of `sampling_sums`, added over ranks; None if no token was tested."""
+        tokens, compared = sums.get("tokens", 0.0), sums.get("compared", 0.0)
+        if not tokens:
+            return None
+        logs_L = torch.tensor([sums[f"evidence{number}"] for number in range(len(LAMBDAS))], dtype=torch.float64)
+        deviation = math.sqrt(max(sums["variance"], 0.0))
+        return EngineEvidence(
+            tokens=tokens,
+            bias=sums["surprise"] / tokens,
+            z=sums["surprise"] / deviation if deviation else 0.0,
+            log_evidence=float(logs_L.logsumexp(0)) - math.log(len(LAMBDAS)),
+            compared=compared,
+            difference=sums["apart"] / compared if compared else 0.0,
+        )
+
+    def is_foreign(self, test: int, dtype: str) -> bool:
+        """Return whether the samples are from another distribution. `test` is the number of the test, from 1.
+
+        Over all tests of a run, the probability of a wrong alarm is at most `FALSE_ALARMS`: the alarm of test k has
+        the share 6 / (π k)².
+        """
+        limit = -math.log(FALSE_ALARMS) + math.log(math.pi**2 / 6) + 2 * math.log(test)
+        return self.log_evidence > limit and abs(self.bias) > MATERIAL[dtype]
+
+    def differs(self, dtype: str) -> bool:
+        """Return whether engine and student compute different log-probs for the same weights."""
+        return not self.difference <= DIFFERENCE[dtype]

@@ -1,0 +1,86 @@
+"""Whole runs whose engine samples from the student, or from another distribution."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import SMALL, Run, launch
+from stage import PURE, SHORT, WITH_TEACHER, Stage, optimizer_of
+
+from roll_opd.pipelines import rlvr
+from roll_opd.rollout.producer import Rollouts
+
+ROW, LOGPROBS = "drawn from the student", "log-probs of the engine"
+SPECULATION = (
+    "+student_infer.strategy_args.strategy_config.speculative_config="
+    "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}"
+)
+
+
+def run(stage: Stage, tmp_path: Path, *overrides: str, config: tuple[str, str] = PURE) -> Run:
+    role = "student_train" if config == PURE else "actor_train"
+    settings = (*SHORT, *optimizer_of(role), "max_steps=2", "teacher_preflight=false")
+    return stage.run(*settings, *overrides, config=config, place=tmp_path)
+
+
+def verdicts(run: Run) -> dict[str, str]:
+    (rows,) = json.loads((run.path / "teacher_preflight.json").read_text()).values()
+    return {row["check"]: row["verdict"] for row in rows}
+
+
+def samples_with(monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> None:
+    """Let the engine sample with other settings than the run's plan."""
+    original = rlvr.rollouts_of
+
+    def rollouts_of(*args: Any) -> Rollouts:
+        made = original(*args)
+        made.context = replace(made.context, sampling=replace(made.context.sampling, **sampling))
+        return made
+
+    monkeypatch.setattr(rlvr, "rollouts_of", rollouts_of)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        (PURE, ()),
+        (PURE, ("student_infer.generating_args.top_p=0.9", "student_infer.generating_args.top_k=12")),
+        (PURE, ("async_generation_ratio=1",)),
+        (WITH_TEACHER, ("actor_infer.generating_args.temperature=0.8",)),
+    ],
+)
+def test_a_right_engine_is_no_fault(
+    stage: Stage, tmp_path: Path, config: tuple[str, str], overrides: tuple[str, ...]
+) -> None:
+    made = run(stage, tmp_path, *overrides, config=config)
+    assert made.code == 0 and verdicts(made) == {ROW: "ok", LOGPROBS: "ok"}
+    for row in made.rows("metrics.jsonl")[1:]:
+        assert row["rollout/engine/tokens"] > 500 and abs(row["rollout/engine/z"]) < 5
+        assert row["rollout/engine/difference"] < 1e-5
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 2}])
+def test_a_run_ends_before_its_first_update_if_the_engine_samples_otherwise(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    samples_with(monkeypatch, **sampling)
+    made = run(stage, tmp_path)
+    assert made.code == 1 and "failed" in verdicts(made).values()
+    assert [row["step"] for row in made.rows("metrics.jsonl")] == [0]
+
+
+def test_with_warn_the_run_goes_on(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples_with(monkeypatch, temperature=0.6)
+    made = run(stage, tmp_path, "engine_check=warn")
+    assert made.code == 0 and verdicts(made)[LOGPROBS] == "failed"
+    assert made.rows("metrics.jsonl")[-1]["rollout/engine/difference"] > 1e-3
+
+
+@pytest.mark.nightly
+def test_speculation_that_draws_wrong_tokens_is_refused(tmp_path: Path) -> None:
+    """vLLM's n-gram speculation on a CPU; a later vLLM may sample correctly, and the run is then admitted."""
+    made = launch(tmp_path / "out", *SMALL, "max_steps=2", SPECULATION)
+    found = verdicts(made)
+    assert (made.code, found[ROW]) in {(1, "failed"), (0, "ok")}
