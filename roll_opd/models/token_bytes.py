@@ -4,8 +4,8 @@ A table of bytes by token id gives the exact text of any token sequence, even if
 character.
 
 The encoder cuts bytes into tokens as the tokenizer does in the middle of a text. It therefore adds no
-beginning-of-sequence token, and no space before the first word. It does not normalise, because normalisation would
-change bytes.
+beginning-of-sequence token. It adds a space before the first word only after a special token, if the tokenizer does so
+in a whole conversation. It does not normalise, because normalisation would change bytes.
 
 Two formats are supported. The first is BPE over bytes, with GPT-2's table of characters. The second is the format of
 SentencePiece: BPE or Unigram over characters, with `▁` for a space and with tokens `<0xNN>` for single bytes.
@@ -141,6 +141,13 @@ class ByteEncoder:
         self._text = Tokenizer.from_str(json.dumps(_inside_text(content)))
         self._text.encode_special_tokens = True
         self._markup = Tokenizer.from_str(json.dumps(_inside_text(content)))
+        whole = {**content, "post_processor": None, "truncation": None, "padding": None}
+        self._conversation = Tokenizer.from_str(json.dumps(whole))
+        self._spaced: dict[tuple[int, bool], bool] = {}
+        self._added = {number: text for text, number in self.table.added.items()}
+        self._tags = tuple(
+            text.encode() for text, number in self.table.added.items() if number not in self.table.special
+        )
         self._single = {token[0]: number for number, token in enumerate(self.table.by_id) if len(token) == 1}
         self._specials = self.table.special
 
@@ -169,6 +176,31 @@ class ByteEncoder:
                 tokens.append(self._single.get(byte, MISSING))
                 ends.append(np.array([place]))
         return tokens, np.concatenate(ends)
+
+    def encode_after(self, before: int | None, data: bytes) -> tuple[list[int], np.ndarray]:
+        """Return (tokens, ends) as `encode` does, for bytes that follow the token `before` in a conversation.
+
+        Some tokenizers add a space to a text after a special token, such as `▁` after [/INST]. The first token then has
+        this space as its first byte, or is only this space and ends at offset 0.
+        """
+        is_tag = data.startswith(self._tags)  # a text before an added token is empty, and gets no space
+        if before is None or not data or is_tag or not self._adds_space(before, data[:1] == b" "):
+            return self.encode(data)
+        tokens, ends = self.encode(b" " + data)
+        return tokens, np.maximum(ends - 1, 0)
+
+    def _adds_space(self, before: int, is_spaced: bool) -> bool:
+        """Return whether the tokenizer adds a space to a text after the token `before`.
+
+        Args:
+            is_spaced: whether the text begins with a space.
+        """
+        key = (before, is_spaced)
+        if key not in self._spaced:
+            text, special = " a" if is_spaced else "a", self._added.get(before)
+            found = self._conversation.encode(f"{special}{text}", add_special_tokens=False).ids if special else []
+            self._spaced[key] = found[:1] == [before] and self.table.bytes_of(found[1:]) == b" " + text.encode()
+        return self._spaced[key]
 
     def encode_markup(self, text: str) -> list[int]:
         """Return the tokens of template text, including special tokens."""

@@ -43,7 +43,7 @@ class OtherTokenizer:
     teacher_turns: TurnMarkup = NO_MARKUP
     max_tokens: int | None = None  # limit of the teacher's model
     prefixes: PrefixLogprobs | None = None  # computes log-probs of single student tokens; None: one log-prob per chunk
-    _kept: dict[tuple[bytes, bytes], tuple[np.ndarray, Alignment]] = field(
+    _kept: dict[tuple[int | None, bytes, bytes], tuple[np.ndarray, Alignment]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -103,11 +103,13 @@ class OtherTokenizer:
 
     def aligned(self, sample: Sample) -> tuple[np.ndarray, Alignment]:
         """Return (tokens, alignment): the scored teacher tokens of a response, int64 [S], and the alignment."""
-        key = (sample.response_tokens.tobytes(), np.packbits(sample.action_mask).tobytes())
+        prompt = sample.teacher_prompts.get(self.teacher)
+        before = None if prompt is None or not len(prompt) else int(prompt[-1])
+        key = (before, sample.response_tokens.tobytes(), np.packbits(sample.action_mask).tobytes())
         if key not in self._kept:
             while len(self._kept) >= KEPT:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = self._align(sample.response_tokens, sample.action_mask)
+            self._kept[key] = self._align(sample.response_tokens, sample.action_mask, before)
         return self._kept[key]
 
     @cached_property
@@ -129,7 +131,8 @@ class OtherTokenizer:
         found = {number: known[text] for number, text in texts.items() if known.get(text) in special}
         return {**found, **self.ends}
 
-    def _align(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, Alignment]:
+    def _align(self, ids: np.ndarray, mask: np.ndarray, before: int | None) -> tuple[np.ndarray, Alignment]:
+        """Return (tokens, alignment) of a response. `before` is the last token of the teacher's prompt."""
         if len(ids) and int(ids.max()) >= len(self.student.by_id):
             raise RunError(
                 f"token {int(ids.max())} is outside the student's tokenizer of {len(self.student.by_id)} tokens; give"
@@ -147,7 +150,8 @@ class OtherTokenizer:
             elif single[start]:
                 found, places = [self._special.get(int(ids[start]), MISSING)], student_ends[start : start + 1]
             else:
-                found, places = self.encoder.encode(self.student.bytes_of(ids[start:end].tolist()))
+                data = self.student.bytes_of(ids[start:end].tolist())
+                found, places = self.encoder.encode_after(tokens[-1] if tokens else before, data)
                 places = places + first
             tokens += found
             ends.append(places)

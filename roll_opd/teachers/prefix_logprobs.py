@@ -77,8 +77,9 @@ class PrefixLogprobs:
         credited = alignment.chunks != NO_CHUNK
         text = _Text.of(alignment, is_text & credited, logprobs)
         further: dict[int, list[float]] = {}
-        for row, entry in self._candidates(text, tokens, top[0]):
-            piece = self.teacher.by_id[int(top[0][row, entry])]
+        opening = (text.starts == 0) & (self._lengths[tokens] == text.widths + 1)
+        for row, entry in self._candidates(text, tokens, top[0], opening):
+            piece = self.teacher.by_id[int(top[0][row, entry])][int(opening[row]) :]
             for student in self._covered(text, row, piece):
                 term = text.before[row] + float(top[1][row, entry]) - text.reached[student]
                 further.setdefault(student, []).append(term)
@@ -90,15 +91,23 @@ class PrefixLogprobs:
         found = np.where(moved == 0, text.sums, np.minimum(text.sums + moved, 0))
         return np.where(credited, found, np.nan).astype(np.float32)
 
-    def _candidates(self, text: "_Text", tokens: np.ndarray, ids: np.ndarray) -> list[tuple[int, int]]:
+    def _candidates(
+        self, text: "_Text", tokens: np.ndarray, ids: np.ndarray, opening: np.ndarray
+    ) -> list[tuple[int, int]]:
         """Return the candidates of the top-k that may count, as pairs (index of a teacher token, index in the top-k).
 
         A candidate may count if its first byte is correct and it is long enough to reach the end of a student token.
+
+        Args:
+            opening: bool [S], true for a token that begins with a space which the teacher's tokenizer added.
         """
         ids = np.minimum(ids, len(self._firsts) - 1)
+        first_bytes = np.where(opening[:, None], self._seconds[ids], self._firsts[ids])
         firsts = np.frombuffer(text.data, np.uint8)[np.minimum(text.starts, len(text.data) - 1)]
-        fits = (self._firsts[ids] == firsts[:, None]) & (ids != tokens[:, None])
-        fits &= (self._lengths[ids] >= text.needed[:, None]) & text.in_text[:, None]
+        fits = (first_bytes == firsts[:, None]) & (ids != tokens[:, None])
+        fits &= self._lengths[ids] - opening[:, None] >= text.needed[:, None]
+        # all tokens of an observed turn end at its last byte
+        fits &= (text.in_text & ((text.widths > 0) | opening))[:, None]
         return [(int(row), int(entry)) for row, entry in np.argwhere(fits)]
 
     def _covered(self, text: "_Text", row: int, piece: bytes) -> Iterator[int]:
@@ -149,6 +158,17 @@ class PrefixLogprobs:
         return np.array([*firsts, -1], np.int16)
 
     @cached_property
+    def _seconds(self) -> np.ndarray:
+        """int16 [V + 1], the second byte of each teacher token that begins with a space; otherwise -1."""
+        return np.array(
+            [
+                token[1] if first == ord(" ") and len(token) > 1 else -1
+                for token, first in zip((*self.teacher.by_id, b""), self._firsts.tolist(), strict=True)
+            ],
+            np.int16,
+        )
+
+    @cached_property
     def _lengths(self) -> np.ndarray:
         """int64 [V + 1], the number of bytes of each teacher token. The last entry is for all larger ids and is 0."""
         return np.append(self.teacher.lengths, 0)
@@ -167,6 +187,7 @@ class _Text:
     own: np.ndarray
     before: np.ndarray  # [S], A at the teacher token's start
     starts: np.ndarray  # [S]
+    widths: np.ndarray  # [S], bytes of the response in the teacher token
     nexts: np.ndarray  # [S], first student token that ends after the teacher token's start
     needed: np.ndarray  # [S], bytes from the teacher token's start to the end of that student token
     in_text: np.ndarray  # bool [S]
@@ -195,8 +216,8 @@ class _Text:
             own=np.where(is_cut | ~is_text, 0.0, across),
             before=before[:-1][covered],
             starts=starts,
+            widths=teacher_ends[covered] - starts,
             nexts=nexts,
             needed=ends[inside] - starts,
-            # all tokens of an observed turn end at its last byte
-            in_text=is_text[inside] & (nexts < len(ends)) & (teacher_ends[covered] > starts),
+            in_text=is_text[inside] & (nexts < len(ends)),
         )

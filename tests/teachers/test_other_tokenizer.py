@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizer_kinds import EVERY_BYTE, content
+from tokenizer_kinds import EVERY_BYTE, KINDS, content
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -160,6 +160,25 @@ def test_a_newline_ends_a_turn_if_the_template_writes_nothing_else(
     encoder = ByteEncoder(content(kind))
     token = turn_end_token(tmp_path, encoder)
     assert token is not None and encoder.table.by_id[token] == end
+
+
+def test_an_answer_begins_with_the_tokens_of_the_whole_conversation() -> None:
+    """After a special token, some tokenizers add a space to a text."""
+    texts, spaced = ("The sum of 347", " 12 and 30", "a", "\n\nThere", "<think>\nFirst"), set()
+    for kind in KINDS:
+        encoder, whole = ByteEncoder(content(kind)), Tokenizer.from_str(json.dumps(content(kind)))
+        before = encoder.table.added["</s>"]
+        for text in texts:
+            tokens, ends = encoder.encode_after(before, text.encode())
+            expected = whole.encode(f"</s>{text}", add_special_tokens=False).ids[1:]
+            if "<think>" in text:  # the text after it is in the middle of an answer
+                tokens, expected = tokens[:1], expected[:1]
+            elif encoder.table.bytes_of(expected).strip() != text.encode().strip():
+                continue  # normalisation changes its bytes
+            assert tokens == expected, (kind, text)
+            assert ends[-1] == len(text) and (np.diff(ends) >= 0).all()
+            spaced |= {kind} if encoder.table.bytes_of(tokens) == b" " + text.encode() else set()
+    assert {"llama", "unigram", "unigram_bytes"} <= spaced and not spaced & {"byte_level", "mistral", "gemma"}
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}<|im_start|>assistant\n"
