@@ -21,7 +21,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.teachers.file_checks import file_checks
 from roll_opd.teachers.file_teacher import scored_samples, with_topk
 from roll_opd.teachers.target_refs import release
-from roll_opd.tracking.metrics import distillation_metrics
+from roll_opd.tracking.metrics import distillation_metrics, log_ratio_metrics
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
 CHECKED_ROWS = 64  # rows that the preflight checks
@@ -48,7 +48,8 @@ async def train(run: Run, workers: RunWorkers) -> None:
             samples = with_topk(samples, rows, teacher.name, plan.objective)
             samples, metrics = await workers.learn(plan, samples, step)
             release(samples)
-        metrics |= distillation_metrics(samples)
+        own = plan.objective.opd_objective == "sampled"  # the student has sampled the answers before
+        metrics |= distillation_metrics(samples) if own else log_ratio_metrics(samples)
         metrics[LEARNED_TOKENS] = float(sum(sample.action_mask.sum() for sample in samples))
         metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
         metrics |= await run.validation(step, validate)

@@ -60,6 +60,16 @@ PANELS = (
         ((REVERSE_KL, "student"),),
         "down",
     ),
+    Panel(
+        "Log-ratio to the teacher",
+        "log p(student) − log p(teacher) of given answers, mean in nats. It may have either sign; 0 is agreement.",
+        (("opd/log_ratio/mean", "training"), ("val/opd/log_ratio", "validation")),
+    ),
+    Panel(
+        "Student and teacher",
+        "Perplexity of student and teacher on the same tokens, exp(−mean log p).",
+        (("opd/student_perplexity", "student"), ("opd/teacher_perplexity", "teacher")),
+    ),
     Panel("Validation accuracy", "Fraction of correct answers to held-out prompts.", ((ACCURACY, "student"),), "up"),
     Panel("Reward", "Mean external reward of the step's samples.", (("critic/score/mean", "samples"),), "up"),
     Panel(

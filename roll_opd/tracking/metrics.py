@@ -120,6 +120,18 @@ def distillation_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     return _distillation([pair for experience in experiences for pair in _scored(experience)])
 
 
+def log_ratio_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics `opd/*` of answers that the student has not sampled.
+
+    The mean of student's − teacher's log-prob over such answers is no KL divergence and may have either sign, so it is
+    named `opd/log_ratio`. The entropy and ROLL's `critic/kl` are means over the student's samples, and are left out.
+    """
+    found = distillation_metrics(experiences)
+    for name in ("critic/kl", "opd/student_entropy"):
+        found.pop(name, None)
+    return {name.replace("reverse_kl", "log_ratio"): value for name, value in found.items()}
+
+
 def _scored(experience: Sample) -> Iterable[_Scored]:
     student = experience.old_logprobs if experience.old_logprobs is not None else experience.rollout_logprobs
     for teacher, logprobs in experience.teacher_logprobs.items():

@@ -26,6 +26,7 @@ ROWS = (
     ("mean validation reward", "val_reward", "teacher"),
     ("validation loss", "val_loss", "first"),
     ("preference accuracy", "val_preference_accuracy", ""),
+    ("val log p student-teach.", "val_log_ratio", ""),
     ("mean training reward", "reward", ""),
     ("training loss", "sft_loss", "first"),
     ("training loss", "dpo_loss", "first"),

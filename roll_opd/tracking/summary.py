@@ -32,7 +32,11 @@ STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
 NOISE = 2.0  # standard errors; smaller differences count as noise
 
 # name in the summary -> metric, for validations (in addition to rewards) and for steps
-VALIDATION_METRICS = {"val_loss": LOSS, "val_preference_accuracy": "val/dpo/accuracy"}
+VALIDATION_METRICS = {
+    "val_loss": LOSS,
+    "val_preference_accuracy": "val/dpo/accuracy",
+    "val_log_ratio": "val/opd/log_ratio",
+}
 STEP_METRICS = {"reward": REWARD, "sft_loss": "sft/loss", "dpo_loss": "dpo/loss"}
 
 # package -> distributions that may provide it; the first that is installed is reported
