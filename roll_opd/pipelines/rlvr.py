@@ -210,6 +210,8 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
         workers.frozen_models.teachers,
         run.logger.teacher_preflight,
         demonstration_samples(answered, 0),
+        may_be_student=run.plan.allow_self_teacher
+        or run.resumed is not None,  # a trained student may equal its teacher
     )
 
 

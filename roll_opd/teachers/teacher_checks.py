@@ -29,6 +29,9 @@ FEW = 32  # minimum action tokens: means over fewer tokens are mostly noise
 SIGNIFICANT = 3.0  # standard errors
 FEWEST_GROUPS = 16  # minimum prompts: standard errors over fewer prompts are too small
 PREFERENCE = "agrees with the reward"
+# A teacher is the student itself if the mean difference in nats per token is below the first number, and the overlap of
+# the top-k above the second. A student that a server computes in bf16 differs by less from the student in f32
+ITSELF, ITSELF_OVERLAP = 0.02, 0.95
 IN_COMMON = 0.2  # smallest shared probability; a sound teacher shares twice as much with a student of another task
 
 
@@ -82,6 +85,7 @@ class Settings:
     vocab_size: int  # token ids that student and teacher both have
     # the teacher has another prompt than the student, so its log-probs of the samples may be low
     reads_more: bool = False
+    may_be_student: bool = True  # whether the teacher may have the student's weights
 
     @property
     def tolerance(self) -> float:
@@ -101,6 +105,8 @@ def checks(readings: Readings, settings: Settings) -> list[Check]:
     rows = [finite, _twice(readings, settings)]
     if has_topk:
         rows += [_temperature(readings, settings), _reads_input(readings, settings)]
+    if not (settings.may_be_student or settings.reads_more):
+        rows += _itself(readings)
     rows += _enough(readings)
     texts = {"samples": readings.sampled, "answers": readings.answered, "prompts": readings.prompted}
     for name, chosen in texts.items():
@@ -312,6 +318,25 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
     return Check(f"mean log-prob, {name}", f"{teacher:.2f}, student {student:.2f}, -ln V {guess:.2f}", verdict, meaning)
 
 
+def _itself(readings: Readings) -> Iterator[Check]:
+    """Yield a failure if the teacher has the student's weights. Prompts count too, which no training makes equal."""
+    gap = float(np.abs(readings.teacher_logprobs - readings.student_logprobs).mean(dtype=np.float64))
+    overlap = _shared_tokens(readings.student_ids, readings.teacher_ids) if readings.teacher_ids.shape[1] else 1.0
+    if gap < ITSELF and overlap > ITSELF_OVERLAP:
+        yield Check(
+            "is not the student",
+            f"log-probs differ by {gap:.1e} nats per token, top-k overlap {overlap:.0%}",
+            "failed",
+            "the teacher has the student's weights, so it teaches nothing: start the server with the teacher's model,"
+            " or set allow_self_teacher: true",
+        )
+
+
+def _shared_tokens(student_ids: np.ndarray, teacher_ids: np.ndarray) -> float:
+    """Return the fraction of the student's top-k [N, K] that is also in the teacher's top-k; 1 without tokens."""
+    return float((student_ids[:, :, None] == teacher_ids[:, None, :]).any(2).mean()) if len(student_ids) else 1.0
+
+
 def _overlap(readings: Readings) -> Check:
     """Check how much probability each model gives to the tokens that both top-k have in common.
 
@@ -320,7 +345,7 @@ def _overlap(readings: Readings) -> Check:
     chosen = readings.sampled
     student_ids, teacher_ids = readings.student_ids[chosen], readings.teacher_ids[chosen]
     shared_NKK = student_ids[:, :, None] == teacher_ids[:, None, :]
-    overlap = float(shared_NKK.any(2).mean()) if chosen.any() else 1.0
+    overlap = _shared_tokens(student_ids, teacher_ids)
     masses = (
         (np.exp(readings.student_topk[chosen], dtype=np.float64) * shared_NKK.any(2)).sum(1),
         (np.exp(readings.teacher_topk[chosen], dtype=np.float64) * shared_NKK.any(1)).sum(1),

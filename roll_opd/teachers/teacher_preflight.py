@@ -48,6 +48,7 @@ class TeacherPreflight:
         teachers: Sequence[Teacher],
         report: Callable[[str, Sequence[Check]], None],
         demonstrations: Sequence[Sample] = (),
+        may_be_student: bool = False,
     ) -> None:
         """Create the preflight.
 
@@ -57,8 +58,11 @@ class TeacherPreflight:
             teachers: the teachers to check.
             report: prints and stores the checks. It is called with a teacher's name and the checks.
             demonstrations: samples whose answers come from rows. They are scored too.
+            may_be_student: whether a teacher may have the student's weights. A follower and a teacher with another
+                tokenizer or context may always have them.
         """
         self._mode, self._student, self._report = mode, student, report
+        self._may_be_student = may_be_student
         self._demonstrations = demonstrations
         self._left = list(teachers) if mode is not False else []
 
@@ -115,7 +119,13 @@ class TeacherPreflight:
             in_run=np.concatenate([_in_run(e, name, first) for e in texts]),
             **_kinds(texts, added_ids(own), first),
         ).without(_observed(texts, first) | _uncovered(texts, by_teacher, name))
-        settings = Settings(temperature, scorer.is_exact, shared, reads_more=teacher.plan.context is not None)
+        settings = Settings(
+            temperature,
+            scorer.is_exact,
+            shared,
+            reads_more=teacher.plan.context is not None,
+            may_be_student=self._may_be_student or is_aligned or teacher.plan.following is not None,
+        )
         rows = checks(readings, settings)
         reaches = [
             reach(difference(_sorted(before), _sorted(after)), length, change.end)

@@ -107,6 +107,10 @@ def sampled(
 
 
 def preflight_of(
-    student: Student, teacher: Teacher, report: Callable[[str, Sequence[Check]], None], mode: Any = "warn"
+    student: Student,
+    teacher: Teacher,
+    report: Callable[[str, Sequence[Check]], None],
+    mode: Any = "warn",
+    may_be_student: bool = False,
 ) -> TeacherPreflight:
-    return TeacherPreflight(mode, student.group, (teacher,), report)
+    return TeacherPreflight(mode, student.group, (teacher,), report, may_be_student=may_be_student)

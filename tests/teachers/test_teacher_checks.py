@@ -45,11 +45,15 @@ class Demo:
     teacher: PreTrainedModel
     samples: list[Sample]
 
-    def check(self, model: PreTrainedModel, *, mode: Any = "warn", **faults: Any) -> dict[str, Check]:
+    def check(
+        self, model: PreTrainedModel, *, mode: Any = "warn", may_be_student: bool = False, **faults: Any
+    ) -> dict[str, Check]:
         """Return the preflight rows of `model`; its log-probs in the run have the same faults."""
         group = teacher_of(model, TEACHER, **faults)
         logger = Logger()
-        preflight = preflight_of(student_of(self.student, STUDENT), group, logger.teacher_preflight, mode)
+        preflight = preflight_of(
+            student_of(self.student, STUDENT), group, logger.teacher_preflight, mode, may_be_student=may_be_student
+        )
         change = faults.get("change", lambda temperature: temperature)
         scored = [
             e.with_columns(**teacher_columns({"teacher": in_run(model, e, change(TEMPERATURE))})) for e in self.samples
@@ -147,10 +151,22 @@ def test_a_wrong_temperature(demo: Demo, change: Callable[[float], float]) -> No
 def test_sound_teachers(demo: Demo) -> None:
     """The demo's teacher, the student itself, and an untrained teacher with an untrained student."""
     assert alarms(demo.check(demo.teacher)) == {}
-    assert alarms(demo.check(demo.student)) == {}
+    assert alarms(demo.check(demo.student, may_be_student=True)) == {}
     torch.manual_seed(1)
     new = AutoModelForCausalLM.from_config(demo.student.config).float().eval()
-    assert alarms(replace(demo, student=new).check(new)) == {}
+    assert alarms(replace(demo, student=new).check(new, may_be_student=True)) == {}
+
+
+def test_the_student_is_no_teacher_of_itself(demo: Demo) -> None:
+    """A server may compute it in another precision."""
+    for itself in (demo.student, changed(demo.student, round_to_bf16)):
+        assert alarms(demo.check(itself)) == {"is not the student": "failed"}
+
+
+def round_to_bf16(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        noise = 1 + 2**-9 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        parameter.data = (parameter.data * noise).bfloat16().float()
 
 
 def test_a_failure_ends_the_run(demo: Demo) -> None:

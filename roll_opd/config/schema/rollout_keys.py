@@ -79,6 +79,7 @@ class RolloutKeys(Section):
         " warn: report the problem and continue",
         OURS,
     )
+    allow_self_teacher: bool = key(False, "accept a teacher with the same weights as the student", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,6 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     opd_use_policy_gradient: bool | None = key(
         None, "accepted if it agrees with opd_objective, which selects the form of the teachers' term", OURS
     )
-    allow_self_teacher: bool = key(False, "accept a teacher with the same weights as the student", OURS)
     teacher_tokenizer_check: Literal["strict", "warn", "align"] = key(
         "strict",
         "what to do if an id is a different token for student and teacher; strict: refuse the run; warn: log a"
