@@ -135,6 +135,11 @@ class Checkpoints:
         for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # left by a save that was killed
             shutil.rmtree(leftover)
 
+    @property
+    def directory(self) -> RunDirectory:
+        """The directory of the run."""
+        return self._run
+
     def newest(self) -> tuple[int, Path] | None:
         """Return (step, path) of the newest complete checkpoint, or None if no checkpoint is complete."""
         found = complete(self._run.path)[:1]

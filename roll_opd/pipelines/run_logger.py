@@ -220,6 +220,8 @@ class RunLogger:
         self._startup = {}
         self._run.append_jsonl(PROMPTS, [{"step": step, **drawn}])
         self._trackers.log(step, row)
+        if not self._done:
+            self._run.link_latest()
         self._done = step
         if step % max(1, self._plan.logging_steps) == 0 or step == self._plan.max_steps:
             self._console.step(step, row)

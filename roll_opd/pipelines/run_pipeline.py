@@ -163,6 +163,8 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
                 ends.callback(_discard_unbegun, directory)
                 # the lock file is closed first, as NFS keeps a directory that has an open file
                 ends.enter_context(lock_run(directory.path))
+                if resumed:
+                    directory.inherit_answers(resumed.run)
             directory.checkpoints.mkdir(exist_ok=True)
             directory.write_config(plan.config_yaml)
             record = {"id": directory.id, "config_checksum": checksum(plan.config_yaml)}

@@ -51,8 +51,12 @@ MAX_RUNNING_REQUESTS = 256  # concurrent sequences of an engine without max_num_
 SMALL = 100_000_000  # maximum number of parameters of a model that a host may load twice
 
 
-async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
-    """Start all roles except rewards, concurrently. Return when all of them are ready for the objective of the plan."""
+async def start_workers(plan: RunPlan, placement: Placement, answers: Path | None = None) -> RunWorkers:
+    """Start all roles except rewards, concurrently. Return when all of them are ready for the objective of the plan.
+
+    Args:
+        answers: directory in which the run stores the answers of teacher servers.
+    """
     turns, rollout = _turns(plan, placement), plan.rollout
     # a transfer between GPUs connects all engines, but reserved engines get other versions
     over_gpus = placement.on_gpu and plan.weight_sync == "auto" and not plan.validation_engines
@@ -67,7 +71,7 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
         return MegatronScorer(role.name, groups[plan.serving(role).name], read_model(Path(role.model.path)).vocab)
 
     def teacher_scorer(teacher: TeacherPlan) -> TeacherScorer:
-        return scorer(teacher.role) if teacher.role else external_scorer(plan, teacher)
+        return scorer(teacher.role) if teacher.role else external_scorer(plan, teacher, answers)
 
     live = [one for one in plan.teachers if not isinstance(one.source, FilePlan)]  # teacher files need no scorer
     teachers = tuple(Teacher(one, teacher_scorer(one), view_of(one, plan.student.model)) for one in live)

@@ -14,26 +14,28 @@ from roll_opd.teachers.http_checks import check_server
 from roll_opd.teachers.http_teacher import HttpScorer
 from roll_opd.teachers.scorer import Target, TeacherScorer
 
-ANSWERS = "teacher_answers"  # directory of an experiment with the cached answers of teacher servers
 
-
-def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan) -> HttpScorer:
+def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan, answers: Path | None) -> HttpScorer:
     """Return the scorer of a teacher that is reached over HTTP. Raises RunError if the API key is missing."""
     vocabulary = source.vocab_size or read_model(Path(plan.student.model.path)).vocab
-    cache = AnswerCache(Path(plan.output_dir, plan.exp_name, ANSWERS, f"{teacher.name}.sqlite"))
+    cache = AnswerCache(answers / f"{teacher.name}.sqlite") if answers else None
     return HttpScorer(teacher.name, source, vocabulary, cache)
 
 
-# source of a teacher's log-probs -> function from plan, teacher and source to the scorer
-SCORERS: dict[type[ExternalPlan], Callable[[RunPlan, TeacherPlan, Any], TeacherScorer]] = {
+# source of a teacher's log-probs -> function from plan, teacher, source and directory of stored answers to the scorer
+SCORERS: dict[type[ExternalPlan], Callable[[RunPlan, TeacherPlan, Any, Path | None], TeacherScorer]] = {
     HttpPlan: http_scorer,
 }
 
 
-def external_scorer(plan: RunPlan, teacher: TeacherPlan) -> TeacherScorer:
-    """Return the scorer of a teacher for which the run starts no Megatron processes."""
+def external_scorer(plan: RunPlan, teacher: TeacherPlan, answers: Path | None) -> TeacherScorer:
+    """Return the scorer of a teacher for which the run starts no Megatron processes.
+
+    Args:
+        answers: directory in which a run stores the answers of servers, for its resumes.
+    """
     assert isinstance(teacher.source, ExternalPlan)
-    return SCORERS[type(teacher.source)](plan, teacher, teacher.source)
+    return SCORERS[type(teacher.source)](plan, teacher, teacher.source, answers)
 
 
 async def check_servers(plan: RunPlan, teachers: Sequence[Teacher], starting: StartupProgress) -> None:

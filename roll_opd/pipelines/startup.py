@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,9 +59,9 @@ class Backend:
         """Start the reward workers."""
         return await start_roles.start_reward_pools(plan, placement)
 
-    async def workers(self, plan: RunPlan, placement: Placement) -> RunWorkers:
-        """Start the roles."""
-        return await start_roles.start_workers(plan, placement)
+    async def workers(self, plan: RunPlan, placement: Placement, answers: Path) -> RunWorkers:
+        """Start the roles. The answers of teacher servers are stored in the directory `answers`."""
+        return await start_roles.start_workers(plan, placement, answers)
 
     async def end(self, workers: RunWorkers) -> None:
         """End the roles and reward workers after the last step of a run."""
@@ -85,7 +86,7 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
         if not (plan.rollout and starts_beside_measurement(plan, run.placement)):
             await teachers_measured
         run.logger.note(f"Starting {started(plan)} ...")
-        starting = background_task(backend.workers(plan, run.placement))
+        starting = background_task(backend.workers(plan, run.placement, run.checkpoints.directory.teacher_answers))
         await asyncio.wait({starting, teachers_measured}, return_when=asyncio.FIRST_COMPLETED)
         if teachers_measured.done():
             await teachers_measured  # otherwise a failure would be raised only after all roles have started

@@ -1,7 +1,8 @@
 """On-disk cache of a server's answers, so that a resumed run does not pay for the same sequence twice.
 
-Each teacher of an experiment has one SQLite file. The key of an answer is the hash of its request, without the API key.
-When the answers exceed `MAX_BYTES`, the older half of them is removed.
+The directory of a run has one SQLite file for each teacher. The key of an answer is the hash of its request. The file
+also has the fingerprint of the model that gave the answers. When the answers exceed `MAX_BYTES`, the older half of them
+is removed.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 MAX_BYTES = 2**30
+FINGERPRINT = b"fingerprint"  # key of the model's fingerprint; it is never removed
 
 
 class AnswerCache:
@@ -23,6 +25,7 @@ class AnswerCache:
 
     def __init__(self, path: Path) -> None:
         """Open or create the file."""
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._table = sqlite3.connect(path, isolation_level=None)
         with suppress(sqlite3.Error):
@@ -50,7 +53,7 @@ class AnswerCache:
             size = self._table.execute("SELECT TOTAL(LENGTH(value)) FROM answers").fetchone()[0]
             if size > MAX_BYTES:
                 half = "SELECT rowid FROM answers ORDER BY rowid LIMIT (SELECT COUNT(*) / 2 FROM answers)"
-                self._table.execute(f"DELETE FROM answers WHERE rowid IN ({half})")
+                self._table.execute(f"DELETE FROM answers WHERE rowid IN ({half}) AND key != ?", (FINGERPRINT,))
             self._table.execute("COMMIT")
 
     def close(self) -> None:
@@ -58,18 +61,16 @@ class AnswerCache:
         self._table.close()
 
 
-def request_key(server: str, model: str, tokens: np.ndarray, settings: Mapping[str, Any]) -> bytes:
-    """Return the hash of a request.
+def request_key(tokens: np.ndarray, settings: Mapping[str, Any]) -> bytes:
+    """Return the hash of a request. The model is not part of the key, as a file has the answers of only one model.
 
     Args:
-        server: the protocol of the server.
-        model: name of the model on the server.
         tokens: token ids of the sequence.
         settings: further settings of the request, as JSON values or arrays.
     """
     found = hashlib.blake2b(digest_size=16)
     plain = {name: value for name, value in settings.items() if not isinstance(value, np.ndarray)}
-    found.update(json.dumps([server, model, plain], sort_keys=True).encode())
+    found.update(json.dumps(plain, sort_keys=True).encode())
     for array in (tokens, *(value for value in settings.values() if isinstance(value, np.ndarray))):
         found.update(np.ascontiguousarray(array, np.int64).tobytes())
     return found.digest()

@@ -1,8 +1,8 @@
 """Test requests to a teacher's server at the start of a run.
 
 The requests check the server's model, context length, tokenizer and top-k. They also check that all replicas return the
-same log-probs. If a check fails, the run ends with an error that gives the reason. If a server does not report a
-property, a warning is logged instead of the check.
+same log-probs, and that a resumed run has the model whose answers are stored. If a check fails, the run ends with an
+error that gives the reason. If a server does not report a property, a warning is logged instead of the check.
 """
 
 import asyncio
@@ -17,15 +17,14 @@ import numpy as np
 from roll_opd.base.failures import RunError
 from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.rewards.endpoint import Endpoint, GaveUp
+from roll_opd.teachers.fingerprint import TEXT, Fingerprint
 from roll_opd.teachers.http_protocols import Question
-from roll_opd.teachers.http_teacher import HttpScorer
+from roll_opd.teachers.http_teacher import AGREEMENT, HttpScorer
 from roll_opd.teachers.scorer import Target
 
 START_SECONDS = 900.0  # time in which a server must start to answer
-REPEATS = 4  # how many times one sequence is scored at each address
-# nats per token; if two scorings of one sequence differ by more than this on average, they are from different weights
-# or precisions
-AGREEMENT = 0.05
+# fractions of the fixed text that are scored at each address; sequences of other lengths are in other batches
+SCORED = (1.0, 1.0, 0.75, 0.5)
 WORDS = (
     *("", "a", " the", "Hello", "naïve", "東京", "🙂👍🏽", "e\u0301", "x=1;", "\n\n", "\t", "  ", "1234567", "<tag>"),
     *("'s", "éé"),
@@ -56,9 +55,9 @@ async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | Non
         await _check_tokenizer(scorer, tokenizer)
     else:
         _log.warning("teacher %s: context length and tokenizer of %s are not checked", scorer.name, scorer.plan.server)
-    (ids,) = token_ids(load_tokenizer(str(tokenizer)), ["The sum of 12 and 30 is 42, not 43."], [""])
-    tokens = np.array(ids, np.int64)
-    await _check_repeats(scorer, Question(tokens, 1))
+    (ids,) = token_ids(load_tokenizer(str(tokenizer)), [TEXT], [""])
+    tokens = np.array(ids[:longest], np.int64)
+    scorer.identify(await _fingerprint(scorer, tokens))
     if target == "topk":
         await scorer.ask(Question(tokens, 1, topk))
     elif target == "ids":
@@ -127,17 +126,21 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
                 )
 
 
-async def _check_repeats(scorer: HttpScorer, question: Question) -> None:
-    """Score one sequence several times at each address. Raises RunError if the log-probs differ too much."""
-    scorings = [scorer.ask(question, replica) for replica in range(len(scorer.plan.url)) for _ in range(REPEATS)]
-    replies = np.stack([reply.logprobs for reply in await asyncio.gather(*scorings)]).astype(np.float64)
-    worst = float(np.abs(replies - np.median(replies, 0)).mean(1).max())
-    if worst > AGREEMENT:
+async def _fingerprint(scorer: HttpScorer, tokens: np.ndarray) -> Fingerprint:
+    """Score the fixed text several times at each address, whole and cut, and return the fingerprint.
+
+    Raises RunError if the log-probs differ too much.
+    """
+    lengths = [max(2, round(part * len(tokens))) for part in SCORED]
+    scorings = [scorer.ask(Question(tokens[:n], 1), at) for at in range(len(scorer.plan.url)) for n in lengths]
+    found = Fingerprint.of(tokens, [reply.logprobs for reply in await asyncio.gather(*scorings)])
+    if found.spread > AGREEMENT:
         raise RunError(
-            f"teacher {scorer.name}: repeated scoring of one sequence differs by {worst:.3g} nats per token: the"
+            f"teacher {scorer.name}: repeated scoring of one sequence differs by {found.spread:.3g} nats per token: the"
             " replicas of the server have different weights or precision; use a dedicated deployment"
         )
-    _log.info("teacher %s: repeated scoring differs by %.2g nats per token", scorer.name, worst)
+    _log.info("teacher %s: repeated scoring differs by %.2g nats per token", scorer.name, found.spread)
+    return found
 
 
 def _endpoint(scorer: HttpScorer, url: str, path: str, method: Literal["POST", "GET"]) -> Endpoint:

@@ -5,6 +5,9 @@ after this time without an answer. Meanwhile the run waits, and a warning is log
 contradicts its request, the request is also repeated; after `BAD_ANSWERS` such answers, the run ends. Therefore an
 update never uses a missing or wrong log-prob.
 
+Once a minute, the fixed text of `fingerprint` is scored with the other sequences. If a server then has another model,
+the run ends. Answers are stored only after the next of these checks.
+
 Legend: T tokens, P prompt tokens, K tokens of a top-k.
 """
 
@@ -25,13 +28,18 @@ from roll_opd.config.plan import HttpPlan
 from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
 from roll_opd.rewards.interface import RewardError
 from roll_opd.samples.sample import TargetRef
-from roll_opd.teachers.answer_cache import AnswerCache, request_key
+from roll_opd.teachers.answer_cache import FINGERPRINT, AnswerCache, request_key
+from roll_opd.teachers.fingerprint import Fingerprint
 from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.target_refs import hold, opened
 from roll_opd.teachers.tinker_endpoint import TinkerEndpoint
 
 STALLED = 60.0  # seconds without an answer before a warning
+CHECKED = 60.0  # seconds after which the model of the server is checked again
+# nats per token; if two scorings of one sequence differ by more than this on average, they are from different weights
+# or precisions
+AGREEMENT = 0.05
 BAD_ANSWERS = 3  # bad answers to one request after which the run ends
 REPLICA_SECONDS = 20.0  # after failing for this time, a request goes to another address of the server
 ADVICE = {
@@ -93,7 +101,28 @@ class HttpScorer:
         except RewardError as error:  # an address or a proxy that cannot be used
             raise RunError(f"teacher {name}: {error}") from None
         self._busy = [0] * len(self._endpoints)
-        self._answered = time.monotonic()
+        self._answered = self._checked = time.monotonic()
+        self._fingerprint: Fingerprint | None = None
+        self._fresh: dict[bytes, dict[str, np.ndarray]] = {}  # answers since the last check of the model
+
+    def identify(self, found: Fingerprint) -> None:
+        """Compare the model of the server with the model of the stored answers, and remember the model.
+
+        Raises RunError if it is another model.
+        """
+        stored = self._cache.read(FINGERPRINT) if self._cache else None
+        if self._cache and stored:
+            differs, tolerance = found.difference(Fingerprint.from_arrays(stored))
+            if differs > tolerance:
+                raise RunError(
+                    f"teacher {self.name}: {self.plan.location} has another model than at the start of this run: the"
+                    f" log-probs of a fixed text differ by {differs:.2g} nats per token, more than {tolerance:.2g};"
+                    " start the server with the former model and precision, or, to train on with the present model,"
+                    f" remove {self._cache.path}"
+                )
+        elif self._cache:
+            self._cache.write({FINGERPRINT: found.arrays()})
+        self._fingerprint, self._checked = found, time.monotonic()
 
     def endpoint(
         self, url: str, path: str, method: Literal["POST", "GET"] = "POST", retry_seconds: float | None = None
@@ -186,7 +215,8 @@ class HttpScorer:
         return bill.metrics(self.name)
 
     def end(self) -> None:
-        """Close the cache. The connections close when the event loop closes."""
+        """Store the last answers and close the cache. The connections close when the event loop closes."""
+        self._store()
         if self._cache:
             self._cache.close()
 
@@ -198,19 +228,43 @@ class HttpScorer:
         missing = [n for n in range(len(questions)) if n not in found]
         self._answered = time.monotonic()
         tasks = [asyncio.ensure_future(self._kept(keys[n], questions[n])) for n in missing]
+        check = asyncio.ensure_future(self._same_model())
         watch = asyncio.ensure_future(self._watched(len(missing)))
         try:
-            found.update(zip(missing, await asyncio.gather(*tasks), strict=True))
+            *replies, _ = await asyncio.gather(*tasks, check)
+            found.update(zip(missing, replies, strict=True))
         finally:
-            for task in (watch, *tasks):
+            for task in (watch, check, *tasks):
                 task.cancel()
         return [found[n] for n in range(len(questions))]
 
     async def _kept(self, key: bytes, question: Question) -> Reply:
         reply = await self.ask(question)
         if self._cache:
-            self._cache.write({key: {name: value for name, value in vars(reply).items() if value is not None}})
+            self._fresh[key] = {name: value for name, value in vars(reply).items() if value is not None}
         return reply
+
+    async def _same_model(self) -> None:
+        """Score the fixed text again if the last check was some time ago. Raises RunError if the model has changed."""
+        if self._fingerprint is None or time.monotonic() - self._checked < CHECKED:
+            return
+        self._checked = time.monotonic()
+        tokens = self._fingerprint.tokens
+        reply = await self.ask(Question(tokens, 1))
+        differs, tolerance = self._fingerprint.difference(Fingerprint(tokens, reply.logprobs, 0.0))
+        if differs > max(tolerance, AGREEMENT):  # a server under load rounds in more ways than at the start
+            self._fresh = {}
+            raise RunError(
+                f"teacher {self.name}: {self.plan.location} has got another model during the run: the log-probs of a"
+                f" fixed text differ by {differs:.2g} nats per token; start the server with the former model, and"
+                " continue from the last checkpoint"
+            )
+        self._store()
+
+    def _store(self) -> None:
+        if self._cache and self._fresh:
+            self._cache.write(self._fresh)
+            self._fresh = {}
 
     async def _watched(self, requests: int) -> None:
         """Log a warning for each minute in which no request was answered."""
@@ -223,7 +277,7 @@ class HttpScorer:
                 )
 
     def _cached(self, key: bytes) -> Reply | None:
-        arrays = self._cache.read(key) if self._cache else None
+        arrays = self._fresh.get(key) or (self._cache.read(key) if self._cache else None)
         return Reply(**arrays) if arrays else None
 
     def _key(self, question: Question) -> bytes:
@@ -232,7 +286,7 @@ class HttpScorer:
             "topk": question.topk,
             **({} if question.ids is None else {"ids": question.ids}),
         }
-        return request_key(self.plan.server, f"{self.plan.location} {self.model}", question.tokens, settings)
+        return request_key(question.tokens, settings)
 
     def _least_busy(self) -> int:
         return min(range(len(self._busy)), key=lambda n: (self._endpoints[n].is_failing, self._busy[n]))

@@ -1,7 +1,8 @@
 """The run directory: paths of its files, a lock, atomic writes, and JSON Lines files that survive a kill.
 
 The directory of a run is `<output_dir>/<exp_name>/<run id>/`. The link `<output_dir>/<exp_name>/latest` points to the
-newest run. The driver locks the directory, because a second driver would truncate the files of the first driver.
+run that was the last to log its first step or to resume. The driver locks the directory, because a second driver would
+truncate the files of the first driver.
 
 A kill may leave an incomplete last line in a JSON Lines file. A resume truncates the JSON Lines files to the resumed
 step.
@@ -41,6 +42,7 @@ PREFLIGHT = "teacher_preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
 RUN_FACTS = "run.json"
 RESUMING = "resuming_after"  # key of run.json while a resume changes the directory: the step
+TEACHER_ANSWERS = "teacher_answers"
 CHECKPOINTS, STEP, SUPERSEDED = "checkpoints", "step_", "superseded_"  # directory and name prefixes of checkpoints
 # JSON Lines with a `step` in each row
 STEP_FILES = (METRICS, SAMPLES, PROMPTS, LEDGER, SKIPPED_SAMPLES, VALIDATION_SAMPLES)
@@ -57,15 +59,17 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output_dir: str | Path, exp_name: str) -> "RunDirectory":
-        """Make the directory `<output_dir>/<exp_name>/<run id>` with a new run id, and point `latest` to it.
+        """Make the directory `<output_dir>/<exp_name>/<run id>` with a new run id.
 
         Raises `OSError` if the directory cannot be written, and `FileExistsError` if `latest` is not a link.
         """
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         path = Path(output_dir) / exp_name / run_id
+        latest = path.parent / "latest"
+        if latest.exists() and not latest.is_symlink():
+            raise FileExistsError(f"{latest} must be a link to the newest run, but is not a link: move this path away")
         run = cls(path, tuple(takewhile(lambda parent: not parent.exists(), (path, *path.parents))))
         run.path.mkdir(parents=True)
-        run._link_latest()
         return run
 
     @classmethod
@@ -87,7 +91,7 @@ class RunDirectory:
         run = cls(path, set_aside=tuple(aside))
         for name in STEP_FILES:
             truncate_jsonl(run.path / name, step)
-        run._link_latest()
+        run.link_latest()
         return run
 
     @property
@@ -96,19 +100,16 @@ class RunDirectory:
         return self.metrics_file.exists() or bool(checkpoints_of(self.path))
 
     def discard(self) -> None:
-        """Remove a run without results, and the parent directories that `create` made for it.
-
-        `latest` then points to the previous run.
-        """
+        """Remove a run without results, and the parent directories that `create` made for it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        earlier = self.runs(self.path.parent.parent, self.path.parent.name)
-        if earlier:
-            RunDirectory(earlier[0])._link_latest()
-        else:
-            (self.path.parent / "latest").unlink(missing_ok=True)
         for parent in self.made_directories[1:]:
             with suppress(OSError):  # not empty
                 parent.rmdir()
+
+    def inherit_answers(self, earlier: Path) -> None:
+        """Copy the stored answers of teacher servers from the directory of the run that this run resumes."""
+        if (earlier / TEACHER_ANSWERS).is_dir():
+            shutil.copytree(earlier / TEACHER_ANSWERS, self.teacher_answers)
 
     @staticmethod
     def runs(output_dir: str | Path, exp_name: str) -> list[Path]:
@@ -138,6 +139,11 @@ class RunDirectory:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def teacher_answers(self) -> Path:
+        """Directory of the answers of teacher servers, for resumes of this run."""
+        return self.path / TEACHER_ANSWERS
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint of `step`. The checkpoint need not exist."""
@@ -196,10 +202,9 @@ class RunDirectory:
                 error.filename = str(self.path / name)
                 raise
 
-    def _link_latest(self) -> None:
+    def link_latest(self) -> None:
+        """Point `latest` to this run. The link is replaced atomically."""
         latest = self.path.parent / "latest"
-        if latest.exists() and not latest.is_symlink():
-            raise FileExistsError(f"{latest} must be a link to the newest run, but is not a link: move this path away")
         fresh = self.path.parent / f".latest-{secrets.token_hex(3)}"
         fresh.symlink_to(self.path.name, target_is_directory=True)
         os.replace(fresh, latest)

@@ -104,7 +104,7 @@ class Stage(Backend):
             pool.drain_metrics()
         return self.started[settings]
 
-    async def workers(self, plan: RunPlan, placement: Placement) -> RunWorkers:
+    async def workers(self, plan: RunPlan, placement: Placement, answers: Path) -> RunWorkers:
         there, frozen_models = self._workers, self._workers.frozen_models
         for role in ("student", "reference", "critic"):
             wanted, found = (getattr(whole, role) for whole in (plan, self._plan))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,8 @@ class Taking:
         self._workers = stage.workers
         self.groups: dict[str, Any] = {}  # the members' own processes
 
-    async def workers(self, plan: RunPlan, placement: Placement) -> RunWorkers:
-        there, members = await self._workers(plan, placement), members_of(plan)
+    async def workers(self, plan: RunPlan, placement: Placement, answers: Path) -> RunWorkers:
+        there, members = await self._workers(plan, placement, answers), members_of(plan)
         turns = DeviceScheduler(members).everywhere()
         assert plan.rollout is not None
         models = there.frozen_models

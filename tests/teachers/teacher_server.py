@@ -21,19 +21,23 @@ VOCABULARY = 512
 SLOW_SECONDS = 1.2
 
 
-def logprobs_after(context: list[int], noise: float = 0.0) -> np.ndarray:
-    """Return the log-probs of all tokens after a context, f64 [V]."""
+def logprobs_after(context: list[int], noise: float = 0.0, weights: float = 0.0) -> np.ndarray:
+    """Return the log-probs of all tokens after a context, f64 [V].
+
+    Each scoring has other `noise`. With other `weights`, each logit differs by the same value in every scoring.
+    """
     logits = np.random.default_rng([len(context), *context]).normal(size=VOCABULARY) * 2
     logits += noise * np.random.default_rng().normal(size=VOCABULARY)
+    logits += weights * np.random.default_rng([1, len(context), *context]).normal(size=VOCABULARY)
     return logits - np.log(np.exp(logits).sum())
 
 
 class Model:
     """Answers of one sequence in the form of each protocol."""
 
-    def __init__(self, tokens: list[int], noise: float) -> None:
+    def __init__(self, tokens: list[int], noise: float, weights: float) -> None:
         self.tokens = tokens
-        self.rows = [logprobs_after(tokens[:n], noise) for n in range(1, len(tokens))]  # of token n
+        self.rows = [logprobs_after(tokens[:n], noise, weights) for n in range(1, len(tokens))]  # of token n
 
     def by_id(self, k: int) -> list[Any]:
         rows: list[Any] = [None]
@@ -107,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any], fault: str) -> Any:
         tokens = body.get("prompt") or body.get("token_ids") or body["input_ids"]
         wrong = {"shift": tokens[1:] + tokens[:1], "short": tokens[:-1]}.get(fault, tokens)
-        model = Model(wrong, noise=1.0 if fault == "noise" else 0.0)
+        model = Model(wrong, 1.0 if fault == "noise" else 0.0, self.script.get("weights", 0.0))
         if self.path.endswith("/completions"):
             answer = model.completions(body)
         elif self.path == "/generate":

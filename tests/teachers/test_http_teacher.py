@@ -221,6 +221,40 @@ def test_a_resumed_run_reads_answers_from_the_cache_and_others_from_the_server(u
     again.end()
 
 
+def fingerprinted(url: str, answers: Path) -> HttpScorer:
+    """A scorer after the checks of a start."""
+    teacher = scorer(url, server="sglang", cache=AnswerCache(answers))
+    asyncio.run(check_server(teacher, TOKENIZER, None, 0, 128))
+    return teacher
+
+
+def test_a_resume_refuses_another_model_and_admits_rounding(url: str, tmp_path: Path) -> None:
+    """Each logit of other weights differs by a normal deviate with the standard deviation `weights`."""
+    fingerprinted(url, tmp_path / "answers").end()
+    for weights in (0.0, 3e-4):
+        asked(url, "/script", {"weights": weights})
+        fingerprinted(url, tmp_path / "answers").end()
+    for weights in (0.03, 1.0, 0.03):  # a refused start does not replace the fingerprint
+        asked(url, "/script", {"weights": weights})
+        with pytest.raises(RunError, match="another model"):
+            fingerprinted(url, tmp_path / "answers")
+    (tmp_path / "answers").unlink()  # the remedy of the message
+    fingerprinted(url, tmp_path / "answers").end()
+
+
+def test_another_model_during_a_run_leaves_no_stored_answer(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = fingerprinted(url, tmp_path / "answers")
+    monkeypatch.setattr(http_teacher, "CHECKED", 0.0)
+    asked(url, "/script", {"weights": 1.0})
+    with pytest.raises(RunError, match="another model during the run"):
+        scored(teacher)
+    teacher.end()
+    asked(url, "/script", {})
+    assert_right(scored(fingerprinted(url, tmp_path / "answers")))
+
+
 def test_the_key_reaches_the_server_and_no_message_or_file(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,10 +25,13 @@ from roll_opd.tracking.run_directory import (
 from roll_opd.tracking.summary import summarize, write_summary
 
 
-def test_latest_is_the_newest_run(tmp_path: Path) -> None:
+def test_latest_is_the_newest_run_with_a_step(tmp_path: Path) -> None:
     first = RunDirectory.create(tmp_path, "exp")
     second = RunDirectory.create(tmp_path, "exp")
     latest = tmp_path / "exp" / "latest"
+    assert not latest.is_symlink()
+    second.link_latest()
+    RunDirectory.create(tmp_path, "exp").discard()
     assert not os.path.isabs(os.readlink(latest))
     assert latest.resolve() == second.path.resolve()
     assert set(RunDirectory.runs(tmp_path, "exp")) == {first.path, second.path}
@@ -46,6 +49,7 @@ def test_a_real_latest_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_resume_cuts_back_to_the_step(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "exp")
+    run.link_latest()
     for name in STEP_FILES:
         run.append_jsonl(name, [{"step": step, "x": step / 2} for step in (1, 2, 2, 3)])
     with (run.path / SAMPLES).open("a") as file:
