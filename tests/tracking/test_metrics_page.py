@@ -18,7 +18,7 @@ from roll_opd.objective.mismatch import train_infer_metrics
 from roll_opd.roles.critic_role import value_metrics
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.clock import PhaseClock, time_metrics
-from roll_opd.tracking.metrics import opd_metrics, validation_metrics
+from roll_opd.tracking.metrics import log_ratio_metrics, opd_metrics, validation_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
 from roll_opd.workflows import Experience
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow, ModelTurn, Trajectory
@@ -62,6 +62,7 @@ def emitted() -> set[str]:
     rows = [
         value_metrics(valued),
         opd_metrics(batch),
+        log_ratio_metrics(batch),
         opd_metrics(bare),
         opd_metrics([e.with_columns(action_mask=np.arange(len(e.action_mask)) > 0) for e in batch]),
         reward_metrics([replace(e, reward_parts={"format": 1.0}, reward_reason="wrong answer") for e in batch]),
