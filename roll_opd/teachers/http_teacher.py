@@ -231,7 +231,7 @@ class HttpScorer:
         check = asyncio.ensure_future(self._same_model())
         watch = asyncio.ensure_future(self._watched(len(missing)))
         try:
-            *replies, _ = await asyncio.gather(*tasks, check)
+            replies, _ = await asyncio.gather(asyncio.gather(*tasks), check)
             found.update(zip(missing, replies, strict=True))
         finally:
             for task in (watch, check, *tasks):
