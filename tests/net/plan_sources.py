@@ -67,6 +67,7 @@ class Source:
 
 def our_sources(root: Path) -> Iterator[Source]:
     """Yield our configurations; substitutes and outputs are written below `root`."""
+    sources = []  # a configuration may build on one that is written after it
     for file in sorted(EXAMPLES.rglob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         if not IS_RUN.search(text):
@@ -78,7 +79,8 @@ def our_sources(root: Path) -> Iterator[Source]:
             # models and rows that a reader has made are not found
             file.write_text(with_stand_ins(text, root).replace(MADE, f" {root}/{MADE.strip()}"), encoding="utf-8")
         rows = [f"student_train.data_args.file_name={_write_rows(root, 'gsm8k')}"] if name == GSM8K else []
-        yield Source(name, file, (f"output_dir={root}/output", *rows))
+        sources.append(Source(name, file, (f"output_dir={root}/output", *rows)))
+    yield from sources
     for group, target in TARGETS.items():
         for fragment in sorted((REPOSITORY / "configs" / group).glob("*.yaml")):
             chosen = f"+{target}={fragment.stem}"
