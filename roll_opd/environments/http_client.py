@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 
 from roll_opd.base.addresses import address_fault, proxy_of
+from roll_opd.base.excerpt import excerpt
 from roll_opd.environments.environment_interface import (
     ENVIRONMENTS,
     Environment,
@@ -38,7 +39,6 @@ from roll_opd.environments.game import at_least, checked_seed
 BUSY = (408, 425, 429)  # retryable statuses, in addition to 500 and above
 FIRST_WAIT, MAX_WAIT = 0.2, 10.0  # seconds between attempts, doubled each time
 CLOSE_SECONDS = 2.0
-MAX_QUOTE = 300  # maximum characters of a response in an error
 HOW_TO_SERVE = "start a server with `python -m roll_opd.environments.serve`, or correct the url"
 
 
@@ -137,7 +137,7 @@ def _object(answer: httpx.Response, address: str) -> dict[str, Any]:
     if answer.status_code == 200 and isinstance(found, dict):
         return found
     error = found["error"] if isinstance(found, dict) and "error" in found else answer.text
-    message = str(error).strip()[:MAX_QUOTE] or "nothing"
+    message = excerpt(str(error)) or "nothing"
     if answer.status_code == 200:
         raise EnvironmentFailure(f"{address}: the response is not a JSON object: {message}; {HOW_TO_SERVE}")
     raise EnvironmentFailure(f"{address}: HTTP {answer.status_code}: {message}; check the server, or correct the url")

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from roll_opd.base.addresses import address_fault, proxy_of
+from roll_opd.base.excerpt import excerpt
 from roll_opd.rewards.interface import RewardError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ FIRST_DELAY, MAX_DELAY = 0.5, 5.0  # seconds before a retry
 MAX_PAUSE = 60.0  # maximum seconds of a Retry-After header that are respected
 CONNECT_SECONDS = 10.0
 DOWN_AFTER = 8  # consecutive failures over all requests
-EXCERPT = 200  # maximum characters of a response in an error
 
 ADVICE = {
     "connect": "check that the server runs and the URL is right",
@@ -89,7 +89,7 @@ class AttemptFailed(Exception):
     """
 
     def __init__(self, kind: str, detail: str, again: bool = True, pause: float = 0.0) -> None:
-        super().__init__(detail)
+        super().__init__(excerpt(detail))
         self.kind, self.again, self.pause = kind, again, pause
 
 
@@ -276,8 +276,7 @@ class Endpoint:
     def _excerpt(self, text: str) -> str:
         for secret in self._secrets:  # some servers echo the request headers
             text = text.replace(secret, "***")
-        text = " ".join(text[: 10 * EXCERPT].split())
-        return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
+        return excerpt(text)
 
     def _message(self, failed: AttemptFailed, attempts: int) -> str:
         tried = f" ({attempts} attempts)" if attempts > 1 else ""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from roll_opd.base.excerpt import excerpt
 from roll_opd.base.failures import RunError
 from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.rewards.endpoint import Endpoint, GaveUp
@@ -79,7 +80,7 @@ async def _find_model(scorer: HttpScorer, longest: int) -> None:
             scorer.model = next(iter(listed))
         if scorer.model not in listed:
             which = f"{scorer.model!r} is not on" if scorer.model else "choose a model of"
-            names = ", ".join(sorted(listed))
+            names = excerpt(", ".join(sorted(listed)))
             raise RunError(f"teacher {scorer.name}: http.model_name: {which} {url}, which has the models {names}")
         length = listed[scorer.model]
         if length and length <= longest:  # the server generates one token in addition
@@ -120,8 +121,8 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
             found = answer.get("tokens") if isinstance(answer, dict) else None
             if found != list(ids):
                 raise RunError(
-                    f"teacher {scorer.name}: {url} splits {probe!r} into {found}, but {tokenizer} into {list(ids)}:"
-                    " the server has another tokenizer; give the directory of the server's tokenizer in"
+                    f"teacher {scorer.name}: {url} splits {probe!r} into {excerpt(str(found))}, but {tokenizer} into"
+                    f" {list(ids)}: the server has another tokenizer; give the directory of the server's tokenizer in"
                     " model_args.model_name_or_path"
                 )
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_opd.base.addresses import below, server_root
+from roll_opd.base.excerpt import excerpt
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import HttpPlan
 from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
@@ -195,8 +196,9 @@ class HttpScorer:
                 if bad >= BAD_ANSWERS:
                     url = self._endpoints[number].shown_url
                     raise RunError(
-                        f"teacher {self.name}: {url} answered {bad} times with unusable values: {error}; check the"
-                        " model of the server, and check that http.server is the kind of the server"
+                        f"teacher {self.name}: {url} answered {bad} times with unusable values:"
+                        f" {excerpt(str(error))}; check the model of the server, and check that http.server is the"
+                        " kind of the server"
                     ) from None
             except GaveUp as error:
                 limit = self.plan.retry_seconds

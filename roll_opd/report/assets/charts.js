@@ -1,6 +1,7 @@
 // Line charts and stacked bars as inline SVG, with a rule that follows pointer and arrow keys.
 
-const MARGIN = { top: 12, right: 14, bottom: 24, left: 46 };
+const MARGIN = { top: 12, right: 14, bottom: 24, left: 46 };  // left and right: at least
+const CHARACTER = 7.4;  // px, widest digit at the labels' size in the fonts of the page
 const POINTS_WITH_DOTS = 40;
 
 function ticks(low, high, count) {
@@ -20,17 +21,20 @@ function range(values) {
 }
 
 function axes(width, height, [x0, x1], [y0, y1]) {
-  const inner = { w: width - MARGIN.left - MARGIN.right, h: height - MARGIN.top - MARGIN.bottom };
-  const x = (value) => MARGIN.left + ((value - x0) / (x1 - x0 || 1)) * inner.w;
-  const y = (value) => MARGIN.top + inner.h - ((value - y0) / (y1 - y0 || 1)) * inner.h;
+  const longest = (values) => Math.max(0, ...values.map((value) => 4 + CHARACTER * short(value).length));
+  const rows = ticks(y0, y1, 4), left = Math.max(MARGIN.left, 8 + longest(rows));
+  const columns = ticks(x0, x1, Math.max(2, Math.floor((width - left - MARGIN.right) / 90))).filter(Number.isInteger);
+  const right = width - Math.max(MARGIN.right, longest(columns) / 2), high = height - MARGIN.top - MARGIN.bottom;
+  const x = (value) => left + ((value - x0) / (x1 - x0 || 1)) * (right - left);
+  const y = (value) => MARGIN.top + high - ((value - y0) / (y1 - y0 || 1)) * high;
   const grid = svg("g", { class: "grid", "aria-hidden": "true" });
-  for (const value of ticks(y0, y1, 4))
+  for (const value of rows)
     grid.append(
-      svg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
-      svg("text", { x: MARGIN.left - 8, y: y(value) + 4, "text-anchor": "end" }, short(value)));
-  for (const value of ticks(x0, x1, Math.max(2, Math.floor(inner.w / 90))).filter(Number.isInteger))
+      svg("line", { x1: left, x2: right, y1: y(value), y2: y(value) }),
+      svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, short(value)));
+  for (const value of columns)
     grid.append(svg("text", { x: x(value), y: height - 6, "text-anchor": "middle" }, short(value)));
-  return { x, y, grid };
+  return { x, y, grid, left, right };
 }
 
 const path = (points, x, y) => points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
@@ -69,14 +73,14 @@ function lineChart(chart, height = 190) {
   drawn(box, (width) => {
     const references = chart.references || [];
     const values = [...lines.flatMap((line) => line.points.map((point) => point[1])), ...references.map((one) => one.value)];
-    const { x, y, grid } = axes(width, height, [Math.min(0, steps[0]), Math.max(steps[steps.length - 1], 1)], range(values));
+    const { x, y, grid, left, right } = axes(width, height, [Math.min(0, steps[0]), Math.max(steps[steps.length - 1], 1)], range(values));
     const canvas = svg("svg", { width, height, "aria-hidden": "true" }, grid);
     for (const { name, value } of references) {  // its name stands at the end that the curve is farther from
-      const left = Math.abs(first[0][1] - value) > Math.abs(last(lines[0])[1] - value);
+      const atStart = Math.abs(first[0][1] - value) > Math.abs(last(lines[0])[1] - value);
       canvas.append(
-        svg("line", { class: "reference", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
-        svg("text", { class: "label", x: left ? MARGIN.left + 4 : width - MARGIN.right, y: y(value) + (y(value) < 26 ? 14 : -5),
-          "text-anchor": left ? "start" : "end" }, `${name} ${number(value)}`));
+        svg("line", { class: "reference", x1: left, x2: right, y1: y(value), y2: y(value) }),
+        svg("text", { class: "label", x: atStart ? left + 4 : right, y: y(value) + (y(value) < 26 ? 14 : -5),
+          "text-anchor": atStart ? "start" : "end" }, `${name} ${number(value)}`));
     }
     lines.forEach((line, i) => {
       const many = line.trend.length > 0;
