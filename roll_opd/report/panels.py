@@ -67,8 +67,13 @@ PANELS = (
     ),
     Panel(
         "Student and teacher",
-        "Perplexity of student and teacher on the same tokens, exp(−mean log p).",
-        (("opd/student_perplexity", "student"), ("opd/teacher_perplexity", "teacher")),
+        "On the same tokens: perplexities, exp(−mean log p); the teacher's mean log p and the reverse KL, in nats.",
+        (
+            ("opd/student_perplexity", "student perplexity"),
+            ("opd/teacher_perplexity", "teacher perplexity"),
+            ("opd/teacher_logprob", "teacher log-prob"),
+            (REVERSE_KL, "reverse KL"),
+        ),
     ),
     Panel("Validation accuracy", "Fraction of correct answers to held-out prompts.", ((ACCURACY, "student"),), "up"),
     Panel("Reward", "Mean external reward of the step's samples.", (("critic/score/mean", "samples"),), "up"),
@@ -179,7 +184,7 @@ def all_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[floa
 
 
 def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: bool = True) -> list[dict[str, Any]]:
-    """Return the table of values before and after training, with one row for each line of the panels.
+    """Return the table of values before and after training, with one row for each metric of the panels.
 
     For a validation metric, the values are the first and the last one. For other metrics, they are the means over the
     first and the last tenth of the steps. The validation accuracy also has the teacher's value.
@@ -189,11 +194,13 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
             not state whether the difference is noise.
     """
     table = []
+    seen: set[str] = set()
     for panel in _panels(rows, mode):
         for metric, name in panel.lines:
             values = [value for _, value in points(rows, metric)]
-            if len(values) < 2:
+            if len(values) < 2 or metric in seen:
                 continue
+            seen.add(metric)
             held_out = metric.startswith("val")
             before, after = (values[0], values[-1]) if held_out else ends(values)
             label = panel.title if len(panel.lines) == 1 else f"{panel.title}, {name}"
@@ -247,15 +254,18 @@ def _is_noise(
 
 
 def _panels(rows: Sequence[Mapping[str, float]], mode: str) -> list[Panel]:
+    """Return the panels of the mode that have values and are not part of an earlier panel."""
     graded = any(GRADED in row for row in rows)
     nonzero = {name for row in rows for name, value in row.items() if value}
     measured = {name for row in rows for name in row}
-    return [
-        _as_reward(panel) if graded and panel.lines[0][0] == ACCURACY else panel
-        for panel in PANELS
-        if (not panel.modes or mode in panel.modes)
-        and any(metric in (nonzero if panel.unless_zero else measured) for metric, _ in panel.lines)
-    ]
+    found: list[Panel] = []
+    seen: set[str] = set()
+    for panel in PANELS:
+        new = {metric for metric, _ in panel.lines} & (nonzero if panel.unless_zero else measured) - seen
+        if new and (not panel.modes or mode in panel.modes):
+            seen |= new
+            found.append(_as_reward(panel) if graded and panel.lines[0][0] == ACCURACY else panel)
+    return found
 
 
 def _chart(panel: Panel, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -29,10 +29,22 @@ global.document = {
   createElementNS: (_, tag) => new Element(tag), querySelector: () => null, querySelectorAll: () => [],
 };
 global.window = { innerWidth: 1000, innerHeight: 800 };
-global.ResizeObserver = class { observe() {} };
+const widths = (process.argv[3] || "").split(",").map(Number).filter(Boolean), charts = [];
+global.ResizeObserver = class {  // each chart is drawn at each of the given widths
+  constructor(changed) { this.changed = changed; }
+  observe(target) {
+    for (const width of widths) {
+      this.changed([{ target, contentRect: { width } }]);
+      const grid = target.of("grid")[0];
+      const labels = grid ? grid.children.filter((node) => node.tag === "text") : [];
+      charts.push({ width, labels: labels.map((node) => [node.text, +node.attributes.x, node.attributes["text-anchor"]]) });
+    }
+  }
+};
 global.addEventListener = () => {};
 new Function(program)();
 console.log(JSON.stringify({
+  charts,
   text: known.report.all((node) => node.tag === "section").map((node) => node.text),
   sections: known.report.all((node) => node.tag === "section").map((node) => node.attributes.id),
   samples: known.report.all((node) => node.tag === "article").map((sample) => ({

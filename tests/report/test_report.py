@@ -5,6 +5,8 @@ import json
 import math
 import os
 import re
+import shutil
+import subprocess
 import time
 import tomllib
 import unicodedata
@@ -25,7 +27,7 @@ from roll_opd.report.text import script_json, visible
 from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.results import duration, totals
-from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl
+from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl, to_json
 from roll_opd.tracking.summary import summarize, write_summary
 
 
@@ -410,3 +412,35 @@ def test_the_wheel_has_all_parts_of_the_page() -> None:
     shipped = {path for pattern in data["roll_opd.report"] for path in (root / "roll_opd/report").glob(pattern)}
     assert shipped == set((root / "roll_opd/report/assets").iterdir())
     assert len(shipped) == 6
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the program of the page")
+def test_labels_of_the_axes_are_whole(tmp_path: Path) -> None:
+    digit, margin = 0.636 * 11.5, 1.0  # px: digits of DejaVu Sans, the widest of the page's fonts; room for signs
+    run = write_run(tmp_path / "run", steps=2)
+    scales = (-1.2e-5, 0.0001234, 0.01275, 0.125, 1.0005, -12.5, -1234.5, 98765.4, 2.5e6, 1e12)
+    rows = [
+        {"step": step, "opd/reverse_kl/mean": scale * (1 + step / 30000), "actor/grad_norm": scale * step}
+        for scale in scales
+        for step in (1, 500, 19_990, 20_050)
+    ]
+    for start in range(0, len(rows), 4):
+        (run.path / METRICS).write_text("".join(to_json(row) + "\n" for row in rows[start : start + 4]))
+        command = ["node", str(Path(__file__).with_name("dom.js")), str(write_report(run.path)), "240,320,1000"]
+        charts = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["charts"]
+        assert {chart["width"] for chart in charts} == {240, 320, 1000}
+        for chart in charts:
+            for text, x, anchor in chart["labels"]:
+                wide = digit * len(text) + margin
+                left = x - (wide if anchor == "end" else wide / 2)
+                assert left >= 0 and left + wide <= chart["width"], (text, x, chart["width"])
+
+
+def test_the_four_curves_of_student_and_teacher_are_one_panel() -> None:
+    names = ("opd/student_perplexity", "opd/teacher_perplexity", "opd/teacher_logprob", "opd/reverse_kl/mean")
+    rows = [{"step": step, **dict.fromkeys(names, 1.0 + step)} for step in range(1, 9)]
+    panels = [[line["metric"] for line in chart["lines"]] for chart in charts(rows, "pure")]
+    assert list(names) in panels and panels.count([names[-1]]) == 1
+    assert len(before_after(rows, "pure")) == len(names)  # each metric once
+    only_kl = [{"step": row["step"], names[-1]: row[names[-1]]} for row in rows]
+    assert [[line["metric"] for line in chart["lines"]] for chart in charts(only_kl, "pure")] == [[names[-1]]]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 
 from roll_opd.base.registry import argument_problems, arguments, defaults
 from roll_opd.tracking import builtin
@@ -419,6 +420,9 @@ def test_tensorboard_shows_samples_and_the_configuration_as_text(run: RunDirecto
     events = EventAccumulator(str(run.tensorboard), size_guidance={"tensors": 0})
     events.Reload()
     shown = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    layout = layout_pb2.Layout.FromString(shown.pop("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    panels = [set(chart.multiline.tag) for category in layout.category for chart in category.chart]
+    assert {"opd/reverse_kl/mean"} in panels and {"critic/score/mean", "val_correct/all/mean"} in panels
     assert shown.keys() == {"config/text_summary", *(f"samples/{n}/text_summary" for n in range(3))}
     assert shown["config/text_summary"][0].tensor_proto.string_val[0] == b"    max_steps: 20"
     first = shown["samples/0/text_summary"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl, write_atomic
+from roll_opd.tracking.summary import ACCURACY, REVERSE_KL, REWARD
 from roll_opd.tracking.trackers import register
 
 # Metrics with a default value: seconds of an unused phase, counts of rare events, the KL loss without a reference
@@ -19,6 +20,21 @@ DEFAULTS = (
     (re.compile(r"(actor|critic)/(skipped_updates|clipfrac)|actor/(kl_loss|approx_kl)"), 0.0),
     (re.compile(r"actor/ratio_mean"), 1.0),
 )
+LAYOUT = {  # charts of the tab "Custom Scalars"; their metrics always have a chart
+    "Reverse KL to the teacher": (REVERSE_KL,),
+    "Student and teacher": (
+        "opd/student_perplexity",
+        "opd/teacher_perplexity",
+        "opd/teacher_logprob",
+        REVERSE_KL,
+    ),
+    "Reward and validation": (REWARD, ACCURACY),
+    "Training engine against inference engine": (
+        "rollout/train_logprob_gap/mean",
+        "rollout/mismatch/ratio_mean",
+        "rollout/engine/bias",
+    ),
+}
 CHARTS = "charts.json"  # names of the metrics that have a chart
 DIGITS = 9  # duplicates may differ in summation order, so they are compared with a tolerance
 
@@ -31,7 +47,7 @@ class ChartedMetrics:
     """
 
     def __init__(self, shown: Iterable[str] = ()) -> None:
-        """`shown`: metrics that already have a chart."""
+        """`shown`: metrics that have a chart whatever their values are."""
         self.shown = set(shown)
         self._held: dict[str, list[tuple[int, float]]] = {}  # points of metrics that are withheld so far
         self._histories: dict[str, int] = {}  # name -> hash of all steps and values
@@ -49,7 +65,7 @@ class ChartedMetrics:
                 new.append((name, step, value))
             else:
                 self._held.setdefault(name, []).append((step, value))
-        charted = {self._histories[name] for name in self.shown}
+        charted = {self._histories.get(name) for name in self.shown}
         for name, points in list(self._held.items()):
             if self._histories[name] not in charted and any(value != _default(name) for _, value in points):
                 charted.add(self._histories[name])
@@ -84,7 +100,9 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(log_dir=log_dir or str(run.tensorboard), purge_step=purge_step)
         self._charts = Path(self._writer.log_dir) / CHARTS
         known = resume_step is not None and self._charts.exists()
-        self._curves = ChartedMetrics(json.loads(self._charts.read_text(encoding="utf-8")) if known else ())
+        charted = json.loads(self._charts.read_text(encoding="utf-8")) if known else ()
+        self._curves = ChartedMetrics({*charted, *(name for names in LAYOUT.values() for name in names)})
+        self._writer.add_custom_scalars({"roll_opd": {of: ["Multiline", list(names)] for of, names in LAYOUT.items()}})
         for row in read_jsonl(run.path / METRICS) if resume_step is not None else ():
             if row["step"] <= resume_step:  # these points are in the event files
                 self._curves.add(row["step"], {name: value for name, value in row.items() if name != "step"})
