@@ -275,7 +275,7 @@ class RolloutPlan:
     max_running_requests: int | None = None  # concurrent requests, over all engines; None: no limit
     returns_routes: bool = False  # whether engines return the experts of each token
     # how running requests are treated
-    on_weight_update: Literal["wait", "continue", "keep_kv", "restart"] = "wait"
+    on_weight_update: Literal["wait", "continue"] = "wait"
     # vLLM's sleep level while other roles use the devices; 2: discard the weights and load them again
     sleep_level: int = 2
     env: FrozenDict = field(default_factory=FrozenDict)

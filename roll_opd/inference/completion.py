@@ -26,11 +26,10 @@ class Completion:
     routes: np.ndarray | None = None  # integer [T-1, L, K]: the K experts of each token in each of L layers
 
 
-def token_prompt(tokens: Sequence[int], cache_salt: str | None = None) -> "TokensInput":
-    """Return a tokenised prompt for vLLM. With a salt, it reads only prefixes of prompts with this salt."""
+def token_prompt(tokens: Sequence[int]) -> "TokensInput":
+    """Return a tokenised prompt for vLLM."""
     # with "type", vLLM treats the prompt as rendered and needs no thread pool per request
-    prompt: TokensInput = {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
-    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
+    return {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_model_len: int) -> None:

@@ -7,7 +7,7 @@ starts. Legend: R response tokens, T tokens of prompt and response.
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,14 +35,13 @@ from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
-    from vllm.inputs.engine import TokensInput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
-OnUpdate = Literal["wait", "continue", "keep_kv", "restart"]
-PauseMode = Literal["wait", "keep", "abort"]
-PAUSES: dict[OnUpdate, PauseMode] = {"wait": "wait", "continue": "keep", "keep_kv": "keep", "restart": "abort"}
+OnUpdate = Literal["wait", "continue"]
+PauseMode = Literal["wait", "keep"]
+PAUSES: dict[OnUpdate, PauseMode] = {"wait": "wait", "continue": "keep"}
 
 
 class WeightUpdateError(RuntimeError):
@@ -168,12 +167,7 @@ class InferenceEngine:
                 self._check_awake()
             try:
                 waiting = await self._submit(ids, prompts, sampling, seeds)
-
-                async def restarted(index: int) -> "RequestOutputCollector":
-                    ids[index] = f"sample-{next(self._request_ids)}"
-                    return (await self._submit([ids[index]], [prompts[index]], sampling, [seeds[index]]))[0]
-
-                async with aclosing(self._gather(waiting, restarted)) as completions:
+                async with aclosing(_completions(waiting)) as completions:
                     async for index, completion in completions:
                         unfinished.discard(index)
                         yield index, self._cut(completion, sampling)
@@ -192,40 +186,12 @@ class InferenceEngine:
             await self._pause("keep")
         try:
             return [
-                await self._llm.add_request(name, self._prompt(prompt), sampling_params(sampling, seed, stop_ids))
+                await self._llm.add_request(name, token_prompt(prompt), sampling_params(sampling, seed, stop_ids))
                 for name, prompt, seed in zip(ids, prompts, seeds, strict=True)
             ]
         finally:
             if self._deterministic:
                 await self._llm.resume_generation()
-
-    async def _gather(
-        self,
-        waiting: Sequence["RequestOutputCollector"],
-        restarted: Callable[[int], Awaitable["RequestOutputCollector"]],
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
-        finished: asyncio.Queue[tuple[int, Completion | Exception]] = asyncio.Queue()
-
-        async def follow(index: int) -> None:
-            try:
-                output: Any = await waiting[index].get()
-                while self._on_update == "restart" and output.outputs[0].finish_reason == "abort":
-                    output = await (await restarted(index)).get()  # after the update, with the same seed
-                finished.put_nowait((index, completion_of(output)))
-            except Exception as error:  # raised in the caller, not in this task
-                # vLLM raises one exception object for all requests, and the object would collect all their tracebacks
-                finished.put_nowait((index, error.with_traceback(None)))
-
-        tasks = [asyncio.create_task(follow(index)) for index in range(len(waiting))]
-        try:
-            for _ in tasks:
-                index, result = await finished.get()
-                if isinstance(result, Exception):
-                    raise result
-                yield index, result
-        finally:
-            for task in tasks:
-                task.cancel()
 
     def _cut(self, completion: Completion, sampling: SamplingPlan) -> Completion:
         if not (self._deterministic and sampling.stop):
@@ -263,13 +229,10 @@ class InferenceEngine:
         - wait: they finish with the old weights before the update starts.
         - continue: they keep their tokens, their KV cache is recomputed with the new weights, and generation continues.
           `Completion.versions` records which version of the weights sampled which tokens.
-        - keep_kv: like continue, but the KV cache of the old weights is kept. So no single version has the distribution
-          of a later token.
-        - restart: they start again from their prompts.
 
-        Waiting requests run with the new weights. Requests that are made after the update read no prefix of older
-        weights: the prefix cache is emptied, or with keep_kv, its entries belong to a version. If the update fails, all
-        three methods raise WeightUpdateError, and the engine is then unusable.
+        Waiting requests run with the new weights. The prefix cache is emptied, so requests that are made after the
+        update read no prefix of older weights. If the update fails, all three methods raise WeightUpdateError, and the
+        engine is then unusable.
         """
         await self._exclusive.acquire()
         try:
@@ -347,11 +310,7 @@ class InferenceEngine:
 
     async def _pause(self, mode: PauseMode) -> None:
         # like `pause_generation`, but without its 20 ms sleep
-        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=self._on_update != "keep_kv")
-
-    def _prompt(self, tokens: Sequence[int]) -> "TokensInput":
-        """Return a prompt for vLLM. With keep_kv, it reads only prefixes of requests that were made in its version."""
-        return token_prompt(tokens, str(self.weights_version) if self._on_update == "keep_kv" else None)
+        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Return the log-probs of tokens 1..T-1 at temperature 1, f32 [T-1].
@@ -367,7 +326,7 @@ class InferenceEngine:
         async with AsyncExitStack() as stack:
             if self._deterministic:
                 await stack.enter_async_context(self._exclusive)
-            async for output in self._llm.generate(self._prompt(tokens), params, request_id):
+            async for output in self._llm.generate(token_prompt(tokens), params, request_id):
                 entries = output.prompt_logprobs
         assert entries is not None
         return token_logprobs(tokens[1:], entries[1:])
@@ -400,3 +359,27 @@ class InferenceEngine:
     def _check_awake(self) -> None:
         self._check_usable()
         self._sleep_state.check_awake()
+
+
+async def _completions(waiting: Sequence["RequestOutputCollector"]) -> AsyncGenerator[tuple[int, Completion], None]:
+    """Yield (index, response) of submitted requests in the order of completion."""
+    finished: asyncio.Queue[tuple[int, Completion | Exception]] = asyncio.Queue()
+
+    async def follow(index: int) -> None:
+        try:
+            output: Any = await waiting[index].get()
+            finished.put_nowait((index, completion_of(output)))
+        except Exception as error:  # raised in the caller, not in this task
+            # vLLM raises one exception object for all requests, and the object would collect all their tracebacks
+            finished.put_nowait((index, error.with_traceback(None)))
+
+    tasks = [asyncio.create_task(follow(index)) for index in range(len(waiting))]
+    try:
+        for _ in tasks:
+            index, result = await finished.get()
+            if isinstance(result, Exception):
+                raise result
+            yield index, result
+    finally:
+        for task in tasks:
+            task.cancel()

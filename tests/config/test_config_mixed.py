@@ -261,11 +261,16 @@ def test_stale_rewards_need_a_named_correction(mixed: dict[str, Any], plan: Plan
     assert run.rollout.on_weight_update == "continue"
 
 
-@pytest.mark.parametrize("mode", ["continue", "restart"])
-def test_deterministic_updates_wait_for_running_answers(mixed: dict[str, Any], problems: Problems, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["keep_kv", "restart", "Continue"])
+def test_other_treatments_of_running_answers_are_refused(problems: Problems, mode: str) -> None:
+    (found,) = problems({"on_weight_update": mode})
+    assert found.startswith("on_weight_update: ") and "'continue'" in found and mode in found
+
+
+def test_deterministic_updates_wait_for_running_answers(mixed: dict[str, Any], problems: Problems) -> None:
     changes = {"async_generation_ratio": 1, "train_infer_correction": WEIGHTS, "deterministic": True}
-    (found,) = problems({**changes, "on_weight_update": mode}, pure=False)
-    assert found.startswith(f"on_weight_update: with {mode}, the weights with which a token is sampled depend on ")
+    (found,) = problems({**changes, "on_weight_update": "continue"}, pure=False)
+    assert found.startswith("on_weight_update: with continue, the weights with which a token is sampled depend on ")
 
 
 def test_generation_ahead_needs_separate_devices(mixed: dict[str, Any], problems: Problems) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,16 @@ def _by_expert(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
             yield name, tensor
         else:
             yield from ((f"{block}.mlp.experts.{expert}.{part}", each) for expert, each in enumerate(tensor.unbind()))
+
+
+def keeping_pause(engine: InferenceEngine) -> Callable[[Any], Awaitable[None]]:
+    """Return a pause for updates that keeps the KV cache and the prefix cache of the old weights."""
+    llm = engine._llm
+
+    async def pause(mode: Any) -> None:
+        await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+    return pause
 
 
 class Running:

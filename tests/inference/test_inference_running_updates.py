@@ -21,7 +21,7 @@ PROMPTS = [[5, 6, 7, 8 + number % 3] for number in range(64)]
 VERSIONS = count(1)
 
 
-@pytest.fixture(scope="module", params=["wait", "continue", "keep_kv", "restart"])
+@pytest.fixture(scope="module", params=["wait", "continue"])
 def updated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
     path = save_model(make_model(0), Path(tmp_path_factory.mktemp("updated")))
     for engine in running(path, on_update=request.param):
@@ -59,7 +59,7 @@ def test_interrupted_answers_are_those_of_uninterrupted_ones(updated: tuple[str,
             np.testing.assert_allclose(completion.logprobs, undisturbed.logprobs, atol=1e-4)
             assert sum(length for _, length in completion.versions) == len(completion.tokens)
             several += len(completion.versions) > 1
-    assert bool(several) == (mode in ("continue", "keep_kv"))
+    assert bool(several) == (mode == "continue")
 
 
 def test_no_cache_is_left_of_older_weights(updated: tuple[str, Running]) -> None:

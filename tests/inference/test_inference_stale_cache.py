@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inference_models import Running, buckets_of, hf_logprobs, make_model, running, save_model
+from inference_models import Running, buckets_of, hf_logprobs, keeping_pause, make_model, running, save_model
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference import vllm_engine
@@ -67,10 +67,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 # on_weight_update, tensor parallel size
-RESETS = [("wait", 1), ("continue", 1), ("restart", 1), ("continue", 2)]
+LAYOUTS = [("wait", 1), ("continue", 1), ("continue", 2)]
 
 
-@pytest.fixture(scope="module", params=[*RESETS, ("keep_kv", 1), ("keep_kv", 2)])
+@pytest.fixture(scope="module", params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> tuple[str, int]:
     return request.param
 
@@ -151,23 +151,17 @@ def test_answers_after_an_update_are_those_of_a_fresh_engine(
     np.testing.assert_allclose(wanted[-1].logprobs, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("layout", RESETS, indirect=True)
 def test_an_engine_that_keeps_its_cache_fails_the_comparison(
     engine: Running, cached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: without the reset, the answers are not those of the new weights."""
-    llm = engine.engine._llm
-
-    async def pause(mode: Any) -> None:
-        await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
-
     update(engine, 1)
     asked = Asked(engine, cached)
     turns = conversation(asked)
     wanted = asked.all(turns)
     update(engine, 0)
     asked.all(turns)
-    monkeypatch.setattr(engine.engine, "_pause", pause)
+    monkeypatch.setattr(engine.engine, "_pause", keeping_pause(engine.engine))
     update(engine, 1)
     stale = asked.all(turns)
     assert cached[0] == 2 * CPU_BLOCK

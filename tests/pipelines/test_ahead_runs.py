@@ -43,10 +43,9 @@ def check_ages(run: Run, bound: int) -> None:
     assert all(0 < row["rollout/mismatch/ess"] <= 1.0 + 1e-9 for row in rows)
 
 
-@pytest.mark.parametrize("mode", ["continue", "restart"])
-def test_a_killed_run_trains_each_prompt_once(tmp_path: Path, mode: str) -> None:
+def test_a_killed_run_trains_each_prompt_once(tmp_path: Path) -> None:
     """It draws the prompts with unfinished answers again, and no trained prompts."""
-    settings = (*AHEAD, f"max_steps={STEPS}", "async_generation_ratio=1", f"on_weight_update={mode}")
+    settings = (*AHEAD, f"max_steps={STEPS}", "async_generation_ratio=1")
 
     def has_saved() -> bool:
         return any((tmp_path / "out").glob("demo/*/checkpoints/step_2/run_state.json"))

@@ -63,7 +63,7 @@ CASES = {
     "topk of the teacher": Case(PURE, TOPK, bound=2),
     "topk of the student": Case(PURE, (*TOPK, "opd_topk_source=student"), bound=2),
     "validated": Case(PURE, VALIDATED),
-    "grpo": Case(WITH_REWARD, (TIS,), bound=2, depth=1, on_update="restart"),
+    "grpo": Case(WITH_REWARD, (TIS,), bound=2, depth=1),
     "filtered": Case(WITH_REWARD, (ICEPOP, STD_FILTER), bound=2, depth=0.5),
     "reference": Case(WITH_REWARD, (FILTERS, REFERENCE, "use_kl_loss=true", "kl_loss_coef=0.1")),
     "token-level KL": Case(WITH_REWARD, (TIS, REFERENCE, "add_token_level_kl=true", "init_kl_coef=0.05")),

@@ -77,7 +77,6 @@ class Engines:
         self._loop, self._mode = loop, case.on_update
         self.actors = [Engine() for _ in range(case.engines)]
         self._changed = asyncio.Event()
-        self._restarts = 0  # updates that discarded the running answers
 
     async def hosts(self) -> list[str]:
         return ["here"] * len(self.actors)
@@ -97,23 +96,19 @@ class Engines:
     async def stream(self, number: int, method: str, requests: Any, *_: Any) -> AsyncGenerator[list, None]:
         engine = self.actors[number]
         waiting = list(enumerate(requests._value))
-        running: dict[int, tuple[Any, int, int]] = {}  # place -> (request, version at its start, restarts then)
+        running: dict[int, tuple[Any, int]] = {}  # place -> (request, version at its start)
         try:
             while waiting or running:
                 await self._loop.turn()
-                stale = [place for place, (*_, then) in running.items() if then != self._restarts]
-                for place in stale:
-                    waiting.append((place, running.pop(place)[0]))
-                    engine.running -= 1
                 if engine.updating and not (self._mode == "wait" and running):
                     await self._changed.wait()
                 elif waiting and not engine.updating and (not running or self._loop.rng.random() < 0.7):
                     place, request = waiting.pop(self._loop.rng.randrange(len(waiting)))
-                    running[place] = request, engine.version, self._restarts
+                    running[place] = request, engine.version
                     engine.running += 1
                 elif running:
                     place = self._loop.rng.choice(list(running))
-                    request, version, _ = running.pop(place)
+                    request, version = running.pop(place)
                     engine.running -= 1
                     self._notify()
                     answer = written(request.seed)
@@ -130,7 +125,6 @@ class Engines:
         engine.updating = True
         while self._mode == "wait" and engine.running:
             await self._changed.wait()
-        self._restarts += self._mode == "restart"
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -215,6 +209,8 @@ class Records:
 
     def note(self, text: str) -> None: ...
 
+    def engine_preflight(self, *_: Any) -> None: ...
+
     def model_card(self, step: int) -> str:
         return ""
 
@@ -267,7 +263,7 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
         update_reads_rewards=case.reads_rewards,
         rewards_are_monitored=not case.reads_rewards,
         eval_steps=case.eval_steps,
-        objective=SimpleNamespace(recompute_old_logprobs=True),
+        objective=SimpleNamespace(recompute_old_logprobs=True, engine_check=None),
         rollout=rollout,
         answers_per_prompt=SAMPLING.n,
         checkpoint=SimpleNamespace(async_save=False),

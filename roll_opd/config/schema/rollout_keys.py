@@ -36,12 +36,11 @@ class RolloutKeys(Section):
         " async_generation_ratio, but at most 2",
         OURS,
     )
-    on_weight_update: Literal["wait", "continue", "keep_kv", "restart"] = key(
+    on_weight_update: Literal["wait", "continue"] = key(
         "continue",
         "with async_generation_ratio: what to do at a weight update with answers that are being generated;"
         " wait: finish the answers before the update; continue: continue the answers with the new weights and a"
-        " recomputed KV cache; keep_kv: continue the answers with the new weights and the KV cache of the old weights;"
-        " restart: generate the answers again from their prompts",
+        " recomputed KV cache",
         OURS,
     )
     validation_engines: Count = key(
