@@ -202,7 +202,7 @@ class RunLogger:
         self.log(step, _prompt_ids(batch), row)
 
     def answers(self, step: int, by: str, answers: Sequence[Sample]) -> None:
-        """Write answers to held-out prompts to a file.
+        """Write answers to held-out prompts to a file, and print the student's first answer.
 
         `by` names the model that gave the answers: the student after `step` steps, or a teacher.
         """
@@ -210,6 +210,8 @@ class RunLogger:
             {"step": step, "by": by, **text_of(answer, self.tokenizer), **logprobs_of(answer)} for answer in answers
         ]
         self._run.append_jsonl(VALIDATION_SAMPLES, rows)
+        if rows and by == STUDENT:
+            self._console.example(step, rows[0])
 
     def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
         """Log a finished step: its metrics and the ids of its prompts."""

@@ -5,6 +5,7 @@ The output is plain text within the width of the terminal, so it looks the same 
 
 import sys
 import threading
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ PHASE_TEXTS = {
     "validate": "validating",
     "checkpoint": "saving a checkpoint",
 }
+MAX_CUT = 10_000  # characters of a text from which a line is cut
 PHASES_WITH_COUNTS = ("generate", "teacher")  # for these phases, only counters are shown
 
 
@@ -83,6 +85,10 @@ class Console:
     def note(self, text: str) -> None:
         """Print a text, wrapped to the width of the terminal."""
         print(wrapped(text, columns()), file=self._stream or sys.stdout, flush=True)
+
+    def example(self, step: int, answer: Mapping[str, Any]) -> None:
+        """Print an answer to a held-out prompt after `step` steps. `answer` is a row of the validation samples."""
+        self.note(example(step, answer, columns()))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Print the final table and the times of the run.
@@ -152,6 +158,38 @@ def validation(metrics: Mapping[str, float]) -> str:
     """
     what = "mean validation reward" if GRADED in metrics else "validation accuracy"
     return f"{what} {metrics[ACCURACY]:.3f}"
+
+
+def example(step: int, answer: Mapping[str, Any], width: int) -> str:
+    """Return prompt, answer, ground truth and score of a row of the validation samples, each in one line."""
+    score = "" if answer["reward"] is None else f"{answer['reward']:g}"
+    reason = f" ({answer['reward_reason']})" if answer["reward_reason"] else ""
+    parts = {
+        "prompt": answer["prompt"],
+        "answer": answer["response"] or "(empty)",
+        "ground truth": answer["ground_truth"] or "",
+        "score": score + reason,
+    }
+    head = f"Example after step {step}:" if step else "Example before training:"
+    names = {name: f"  {name:<12}  " for name, text in parts.items() if text}
+    return "\n".join([head, *(start + cut(parts[name], width - len(start)) for name, start in names.items())])
+
+
+def cut(text: str, width: int) -> str:
+    """Return the beginning of `text` in one line of at most `width` columns, without control characters."""
+    text = "".join(character if character.isprintable() else " " for character in text[:MAX_CUT])
+    line = " ".join(text.split())
+    if _columns_of(line) <= width:
+        return line
+    line = line[:width]
+    while _columns_of(line) >= width:
+        line = line[:-1]
+    return f"{line.rstrip()}…"
+
+
+def _columns_of(text: str) -> int:
+    """Return the number of columns of a text: a wide character has two, a combining mark has none."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # seconds until a live line is shown, and between its updates

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_opd.tracking.console import Console, progress_line, validation
+from roll_opd.tracking.console import Console, cut, example, progress_line, validation
 from roll_opd.tracking.results import before_after_table, duration, loading, totals
 from roll_opd.tracking.summary import summarize, within_noise
 
@@ -253,3 +253,31 @@ def test_the_script_asks_with_a_prompt_of_the_run(prompt: str, kept: str) -> Non
 )
 def test_durations_are_written_in_their_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_an_example_has_four_short_lines_for_any_text() -> None:
+    texts = (
+        "9",
+        "",
+        " \n\n4\t+ 5 ",
+        "\x1b[2J\u202eabc\u2028d",
+        "東京" * 500,
+        "e\u0301" * 500,
+        "x" * 10**6,
+        "\n" * 10**6,
+    )
+    row = {"prompt": "4+5=", "response": "9", "ground_truth": "9", "reward": 0.5, "reward_reason": "right"}
+    for width in (20, 40, 80):
+        for text in texts:
+            changed = row | {"prompt": f"q {text}", "response": text, "ground_truth": text, "reward_reason": text}
+            lines = example(8, changed, width).split("\n")
+            assert [line.split()[0] for line in lines[1:]] == ["prompt", "answer", *["ground"] * bool(text), "score"]
+            assert all(line.isprintable() for line in lines)
+            for line in lines[1:]:
+                shown = unicodedata.normalize("NFC", line)
+                assert sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in shown) <= width
+    assert cut("a  b\nc", 5) == "a b c" and cut("abcdef", 5) == "abcd…" and cut("東京都", 5) == "東京…"
+    stream = io.StringIO()
+    Console(10, stream).example(0, row | {"reward": None, "reward_reason": "", "ground_truth": None})
+    assert stream.getvalue().splitlines()[0] == "Example before training:" and "score" not in stream.getvalue()
+    assert "0.5 (right)" in example(1, row, 80)
