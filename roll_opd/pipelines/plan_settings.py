@@ -39,7 +39,7 @@ NO_SETTINGS = {
         "tracker_args",
     ),
     *("logging_steps", "logged_samples_per_step", "device_memory_gb"),
-    *("startup_timeout_s", "shutdown_timeout_s", "host_timeout_s", "stall_timeout_s"),
+    *("startup_timeout_s", "server_timeout_s", "shutdown_timeout_s", "host_timeout_s", "stall_timeout_s"),
     *(
         "max_restarts",
         "max_lost_workers",

@@ -30,6 +30,7 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.run_workers import RunWorkers
+from roll_opd.pipelines.server_reach import check_reach
 from roll_opd.pipelines.shutdown import Ending
 from roll_opd.pipelines.startup import Backend, begin
 from roll_opd.planner.device_mapping import short_devices
@@ -77,6 +78,7 @@ def _run(
     starting = StartupProgress(plan.startup_timeout_s, logger.note)
     ending = Ending(checkpoints, plan.shutdown_timeout_s, logger.note)
     try:
+        check_reach(plan, starting)
         with (
             ending.before_the_loop(),
             backend.cluster(plan, starting, hosts),

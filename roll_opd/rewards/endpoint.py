@@ -265,7 +265,7 @@ class Endpoint:
             raise AttemptFailed("broken_json", str(error)) from None
         status = response.status_code
         if not response.is_success:
-            again = status in (408, 425, 429) or status >= 500
+            again = status in (408, 425, 429) or (status >= 500 and status != 501)
             moved = f"moved to {response.headers.get('Location')}" if response.is_redirect else ""
             raise AttemptFailed(f"http_{status}", moved or self._excerpt(response.text), again, _retry_after(response))
         try:

@@ -51,6 +51,10 @@ ADVICE = {
         " as http://host:8000 (or with /v1)",
     ),
 }
+REFUSED = {  # kind of a server -> remedy if it refuses a request of this kind
+    "vllm_tokens": "if this vLLM has no prompt_logprob_token_ids (model runner V1, CPUs), write http.server: vllm",
+    "vllm": "check http.model_name and --max-logprobs of the server",
+}
 TINKER_PATHS = ("/oai/api/v1", "/api/v1")  # the service's API for OpenAI's clients, and its own
 
 _log = logging.getLogger(__name__)
@@ -139,9 +143,9 @@ class HttpScorer:
         """
         key, (limits, gives_up) = self._api_key(), self._limits(retry_seconds)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return Endpoint(
-            below(server_root(url, self.protocol.path), path), headers, limits, ADVICE, method=method, gives_up=gives_up
-        )
+        root, refused = server_root(url, self.protocol.path), REFUSED.get(self.plan.server)
+        advice = ADVICE | dict.fromkeys(("http_400", "http_422", "http_501"), refused) if refused else ADVICE
+        return Endpoint(below(root, path), headers, limits, advice, method=method, gives_up=gives_up)
 
     def _scoring_endpoint(self, url: str) -> Endpoint:
         if self.plan.server != "tinker":

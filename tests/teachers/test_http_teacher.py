@@ -296,6 +296,13 @@ def test_the_start_checks_refuse_a_server_with_the_reason(url: str, script: dict
         asyncio.run(check_server(scorer(url, server="sglang"), TOKENIZER, None, 0, 128))
 
 
+def test_a_server_without_log_probs_of_given_ids_is_found_at_the_start(url: str) -> None:
+    for status in ("400", "501"):
+        asked(url, "/script", {"always": status})
+        with pytest.raises(RunError, match=r"write http\.server: vllm"):
+            asyncio.run(check_server(scorer(url, server="vllm_tokens"), TOKENIZER, "ids", 4, 128))
+
+
 def test_replicas_with_different_weights_are_refused(url: str, servers: list[str]) -> None:
     asked(servers[1], "/script", {"always": "noise"})
     with pytest.raises(RunError, match="replicas"):

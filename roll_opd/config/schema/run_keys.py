@@ -59,6 +59,12 @@ class RunKeys(Section):
     startup_timeout_s: AboveZero = key(
         1800.0, "time limit for starting each part of a run, s", OURS, formerly="startup_seconds"
     )
+    server_timeout_s: NotNegative = key(
+        5.0,
+        "how long a run waits at its start for a server that accepts no connections (of a teacher, judge, remote"
+        " reward, environment or auxiliary model), s",
+        OURS,
+    )
     shutdown_timeout_s: NotNegative = key(
         120.0,
         "time limit after SIGTERM for finishing the step and writing a checkpoint, s",
