@@ -53,11 +53,11 @@ from roll_opd.tracking.run_directory import (
 from roll_opd.tracking.stdout_tee import StdoutTee
 from roll_opd.tracking.summary import (
     ACCURACY,
-    ACCURACY_STDERR,
+    OF_TEACHER,
     STEP_TOKENS,
-    TEACHER_ACCURACY,
-    TEACHER_STDERR,
+    VAL_REWARD,
     summarize,
+    with_rewards,
     write_summary,
 )
 from roll_opd.tracking.system import TrainingFlops, memory_metrics, throughput_metrics
@@ -155,11 +155,11 @@ class RunLogger:
     def start(self, metrics: Mapping[str, float]) -> None:
         """Log the state before the first step, as step 0."""
         row = {**metrics, **{f"val_correct/teacher/{name}": of[ACCURACY] for name, of in self._teachers.items()}}
+        graded = {name: of[VAL_REWARD] for name, of in self._teachers.items() if VAL_REWARD in of}
+        row |= {f"val/reward/teacher/{name}": reward for name, reward in graded.items()}
         if self._teachers:
-            best = max(self._teachers.values(), key=lambda of: of[ACCURACY])
-            row[TEACHER_ACCURACY] = best[ACCURACY]
-            if ACCURACY_STDERR in best:
-                row[TEACHER_STDERR] = best[ACCURACY_STDERR]
+            best = max(self._teachers.values(), key=lambda of: with_rewards(of)[VAL_REWARD])
+            row |= {theirs: best[own] for own, theirs in OF_TEACHER.items() if own in best}
         if ACCURACY in metrics:
             self.note(f"Student before training: {validation(self._console.with_grading(metrics))}")
         self.restart()

@@ -15,11 +15,13 @@ from roll_opd.report.text import limited, rounded
 from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.summary import (
     ACCURACY,
-    ACCURACY_STDERR,
     FAILED_RATE,
     LOSS,
+    OF_TEACHER,
     REVERSE_KL,
-    TEACHER_ACCURACY,
+    STDERRS,
+    VAL_REWARD,
+    with_rewards,
     within_noise,
 )
 
@@ -172,6 +174,7 @@ def charts(rows: Sequence[Mapping[str, float]], mode: str, *, of_games: bool = F
     Args:
         of_games: whether the validation panel is about games instead of prompts.
     """
+    rows = _graded(rows)
     panels = [_as_games(panel) if of_games else panel for panel in _panels(rows, mode)]
     drawn = [_chart(panel, rows) for panel in panels]
     return [chart for chart in drawn if chart["lines"]]
@@ -193,6 +196,7 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
         comparable: False if the settings changed during the run. Rows of metrics other than validation metrics then do
             not state whether the difference is noise.
     """
+    rows = _graded(rows)
     table = []
     seen: set[str] = set()
     for panel in _panels(rows, mode):
@@ -212,10 +216,15 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
                 "held_out": held_out,
                 "noise": _is_noise(rows, metric, values, after - before) if held_out or comparable else None,
             }
-            if metric == ACCURACY and (teacher := _teacher(rows)) is not None:
+            if metric in STDERRS and (teacher := _teacher(rows, metric)) is not None:
                 row["teacher"] = teacher
             table.append(row)
     return table
+
+
+def _graded(rows: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
+    """Return the rows, with mean validation rewards if some rewards of the run are neither 0 nor 1."""
+    return [with_rewards(row) for row in rows] if any(GRADED in row for row in rows) else rows
 
 
 def _as_reward(panel: Panel) -> Panel:
@@ -223,12 +232,13 @@ def _as_reward(panel: Panel) -> Panel:
 
     It is used if rewards have values other than 0 and 1.
     """
-    return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
+    line = ((VAL_REWARD, "student"),)
+    return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.", lines=line)
 
 
 def _as_games(panel: Panel) -> Panel:
     """Return the panel. If it is a validation panel, its text is about games."""
-    if panel.lines[0][0] != ACCURACY:
+    if panel.lines[0][0] not in STDERRS:
         return panel
     if panel.title == "Validation reward":
         return replace(panel, what="Mean reward of held-out games.")
@@ -240,11 +250,12 @@ def _is_noise(
 ) -> bool | None:
     """Return whether the difference between before and after is within noise; None if unknown.
 
-    For the validation accuracy, the noise is the recorded standard error over prompts. It is unknown for other
-    validation metrics. For metrics of every step, it is estimated from the differences between neighbouring steps.
+    For the accuracy or mean reward of validations, the noise is the recorded standard error over prompts. It is unknown
+    for other validation metrics. For metrics of every step, it is estimated from the differences between neighbouring
+    steps.
     """
-    if metric == ACCURACY:
-        stderrs = [value for _, value in points(rows, ACCURACY_STDERR)]
+    if metric in STDERRS:
+        stderrs = [value for _, value in points(rows, STDERRS[metric])]
         return within_noise(difference, stderrs[0], stderrs[-1]) if len(stderrs) > 1 else None
     if metric.startswith("val") or len(values) < MIN_STEPS:
         return None
@@ -271,8 +282,8 @@ def _panels(rows: Sequence[Mapping[str, float]], mode: str) -> list[Panel]:
 def _chart(panel: Panel, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     curves = [(name, metric, points(rows, metric)) for metric, name in panel.lines]
     references = []
-    if panel.lines[0][0] == ACCURACY:
-        accuracies, teacher = points(rows, ACCURACY), _teacher(rows)
+    if (measure := panel.lines[0][0]) in STDERRS:
+        accuracies, teacher = points(rows, measure), _teacher(rows, measure)
         references += [{"name": "teacher", "value": teacher}] if teacher is not None else []
         references += [{"name": "start", "value": accuracies[0][1]}] if accuracies and accuracies[0][0] == 0 else []
     return {
@@ -287,8 +298,9 @@ def _chart(panel: Panel, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def _teacher(rows: Sequence[Mapping[str, float]]) -> float | None:
-    measured = points(rows, TEACHER_ACCURACY)
+def _teacher(rows: Sequence[Mapping[str, float]], metric: str) -> float | None:
+    """Return the best teacher's value of a validation metric."""
+    measured = points(rows, OF_TEACHER[metric])
     return measured[-1][1] if measured else None
 
 

@@ -14,7 +14,17 @@ from typing import Any, TextIO
 from roll_opd.base.terminal import columns, wrapped
 from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.results import PHASES_SHOWN, SHORT, before_after_table, count_of, duration, phase_split, totals
-from roll_opd.tracking.summary import ACCURACY, FAILED_RATE, GENERATED_TOKENS, LOSS, REVERSE_KL, REWARD, STEP_SECONDS
+from roll_opd.tracking.summary import (
+    ACCURACY,
+    FAILED_RATE,
+    GENERATED_TOKENS,
+    LOSS,
+    REVERSE_KL,
+    REWARD,
+    STEP_SECONDS,
+    VAL_REWARD,
+    with_rewards,
+)
 
 ETA_STEPS = 20  # number of last steps from whose mean duration the remaining time is estimated
 
@@ -128,7 +138,8 @@ def progress_line(
 
 def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
     """Return the numbers of a step as texts, the most important number first."""
-    validation = "val reward" if GRADED in metrics else "acc"
+    validation = ("val reward", VAL_REWARD) if GRADED in metrics else ("acc", ACCURACY)
+    metrics = with_rewards(metrics)
     numbers = [
         f"{label} {metrics[name]:{form}}"
         for label, name, form in (
@@ -136,7 +147,7 @@ def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
             ("loss", "dpo/loss", ".4f"),
             ("acc", "dpo/accuracy", ".3f"),
             ("val", LOSS, ".4f"),
-            (validation, ACCURACY, ".3f"),
+            (*validation, ".3f"),
             ("reward", REWARD, ".3f"),
             ("kl", REVERSE_KL, ".4f"),
             ("len", "tokens/response_length/mean", ".1f"),
@@ -156,8 +167,9 @@ def validation(metrics: Mapping[str, float]) -> str:
 
     The result is the accuracy. If some rewards are neither 0 nor 1, it is the mean reward.
     """
-    what = "mean validation reward" if GRADED in metrics else "validation accuracy"
-    return f"{what} {metrics[ACCURACY]:.3f}"
+    if GRADED in metrics:
+        return f"mean validation reward {with_rewards(metrics)[VAL_REWARD]:.3f}"
+    return f"validation accuracy {metrics[ACCURACY]:.3f}"
 
 
 def example(step: int, answer: Mapping[str, Any], width: int) -> str:

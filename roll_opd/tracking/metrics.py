@@ -25,7 +25,7 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
     "p95": lambda values: float(np.percentile(values, PERCENTS["p95"])),
 }
 
-GRADED = "val/reward/max"  # present if some reward is neither 0 nor 1; the mean reward is then not an accuracy
+GRADED = "val/reward/max"  # present if some reward is neither 0 nor 1; the accuracy is then not the mean reward
 RIGHT = 1.0  # smallest reward of a correct answer; rule rewards are 1 for correct and 0 for wrong answers
 LOG_RATIO_LIMIT = 10.0  # bounds the weight of a single token in the mean `opd/prob_ratio`
 
@@ -285,12 +285,12 @@ def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str,
     counts as one sample. Its reward is the mean over its steps. If each step has a separate reward, as in a game, its
     reward is the sum over its steps.
 
-    `val_correct/<tag>/mean` is the mean reward, and `val_correct/<tag>/stderr` is its standard error over prompts. If
-    every reward is 0 or 1, the mean reward is an accuracy. Otherwise the metrics `val/reward/max` (`GRADED`) and
+    An answer is correct if its reward is at least `RIGHT`. `val_correct/<tag>/mean` is the fraction of correct answers,
+    and `val_correct/<tag>/stderr` is its standard error over prompts. If some reward is neither 0 nor 1, the metrics
+    `val/reward/<tag>/mean` and `val/reward/<tag>/stderr` of the rewards, `val/reward/max` (`GRADED`) and
     `val/reward/min` are also returned.
 
-    If k > 1, two more metrics are computed over the prompts with k rewards. An answer is correct if its reward is at
-    least `RIGHT`.
+    If k > 1, two more metrics are computed over the prompts with k rewards.
 
     - `avg@k` is the mean fraction of correct answers.
     - `pass@j` is the probability that at least one of j answers is correct if the j answers are drawn without
@@ -302,23 +302,30 @@ def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str,
         if experience.reward is not None:
             for tag in dict.fromkeys(("all", experience.tag)):
                 rewards.setdefault(tag, {}).setdefault(experience.group_id, []).append(experience.reward)
+    given = [experience.reward for experience in runs if experience.reward is not None]
+    is_graded = bool(set(given) - {0.0, 1.0})
     metrics: dict[str, float] = {}
     for tag, groups in rewards.items():
-        flat = [reward for group in groups.values() for reward in group]
-        metrics[f"val_correct/{tag}/mean"] = float(np.mean(flat))
-        if len(groups) > 1:
-            metrics[f"val_correct/{tag}/stderr"] = mean_stderr(list(groups.values()))
+        by_prompt = list(groups.values())
+        metrics |= _mean(f"val_correct/{tag}", [[float(reward >= RIGHT) for reward in group] for group in by_prompt])
+        if is_graded:
+            metrics |= _mean(f"val/reward/{tag}", by_prompt)
         right = [sum(reward >= RIGHT for reward in group) for group in groups.values() if len(group) == samples]
         if samples > 1 and right:
             metrics[f"val_correct/{tag}/avg@{samples}"] = float(np.mean(right)) / samples
             for draws in _powers_of_two(samples):
                 chances = [pass_at(draws, samples, count) for count in right]
                 metrics[f"val_correct/{tag}/pass@{draws}"] = float(np.mean(chances))
-    given = [experience.reward for experience in runs if experience.reward is not None]
-    if set(given) - {0.0, 1.0}:
+    if is_graded:
         metrics |= statistics("val/reward", given, ("max", "min"))
     lengths = [experience.action_tokens for experience in experiences]
     return {**metrics, **statistics("val/response_length", lengths, ("mean",))}
+
+
+def _mean(name: str, groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the mean over all values and, for several groups, its standard error."""
+    mean = float(np.mean([value for group in groups for value in group]))
+    return {f"{name}/mean": mean, **({f"{name}/stderr": mean_stderr(groups)} if len(groups) > 1 else {})}
 
 
 def pass_at(draws: int, samples: int, right: int) -> float:

@@ -19,6 +19,10 @@ ACCURACY = "val_correct/all/mean"
 ACCURACY_STDERR = "val_correct/all/stderr"
 TEACHER_ACCURACY = "val_correct/teacher/mean"
 TEACHER_STDERR = "val_correct/teacher/stderr"
+VAL_REWARD = "val/reward/all/mean"
+VAL_REWARD_STDERR = "val/reward/all/stderr"
+TEACHER_REWARD = "val/reward/teacher/mean"
+TEACHER_REWARD_STDERR = "val/reward/teacher/stderr"
 LOSS = "val/loss"
 REVERSE_KL = "opd/reverse_kl/mean"
 REWARD = "critic/score/mean"
@@ -29,6 +33,20 @@ FAILED_RATE = "rollout/failed_rate"  # share of a step's runs
 FAILED_PROMPTS = "rollout/failed_prompts"  # prompts that were not trained on because runs or rewards failed
 STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
 
+# metric of the student -> metric of the best teacher
+OF_TEACHER = {
+    ACCURACY: TEACHER_ACCURACY,
+    ACCURACY_STDERR: TEACHER_STDERR,
+    VAL_REWARD: TEACHER_REWARD,
+    VAL_REWARD_STDERR: TEACHER_REWARD_STDERR,
+}
+STDERRS = {ACCURACY: ACCURACY_STDERR, VAL_REWARD: VAL_REWARD_STDERR}
+EQUAL_REWARDS = {  # mean reward -> the accuracy that it equals if all rewards are 0 or 1
+    VAL_REWARD: ACCURACY,
+    VAL_REWARD_STDERR: ACCURACY_STDERR,
+    TEACHER_REWARD: TEACHER_ACCURACY,
+    TEACHER_REWARD_STDERR: TEACHER_STDERR,
+}
 NOISE = 2.0  # standard errors; smaller differences count as noise
 
 # name in the summary -> metric, for validations (in addition to rewards) and for steps
@@ -88,6 +106,14 @@ def write_summary(
     return summary
 
 
+def with_rewards(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the mean validation rewards, for runs in which some rewards are neither 0 nor 1.
+
+    A row of a validation without such rewards has only the accuracy, which then equals the mean reward.
+    """
+    return {**{reward: row[equal] for reward, equal in EQUAL_REWARDS.items() if equal in row}, **row}
+
+
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the results of a run, computed from the rows of `metrics.jsonl`.
 
@@ -95,12 +121,15 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     a metric of steps, `_first` is the mean over the first tenth of the steps, and `_last` is the mean over the last
     tenth. A missing value is None.
 
-    The mean validation reward is named `val_accuracy` if all rewards are 0 or 1, and `val_reward` otherwise. Times
-    cover all parts of a resumed run. A step that was repeated after a resume counts once.
+    If all rewards of validations are 0 or 1, the result is `val_accuracy`. Otherwise it is the mean reward,
+    `val_reward`. Times cover all parts of a resumed run. A step that was repeated after a resume counts once.
     """
     graded = bool(_column(rows, GRADED))
-    teacher = _last(_column(rows, TEACHER_ACCURACY))
-    held_out = {"val_reward" if graded else "val_accuracy": ACCURACY, **VALIDATION_METRICS}
+    if graded:
+        rows = [with_rewards(row) for row in rows]
+    measure = VAL_REWARD if graded else ACCURACY
+    teacher = _last(_column(rows, OF_TEACHER[measure]))
+    held_out = {"val_reward" if graded else "val_accuracy": measure, **VALIDATION_METRICS}
     measured = {name: _before_and_after(rows, metric) for name, metric in held_out.items()}
     measured |= {name: _ends(_column(rows, metric)) for name, metric in STEP_METRICS.items()}
     always = {"val_accuracy": (None, None), "reverse_kl": _ends(_column(rows, REVERSE_KL))}
@@ -112,7 +141,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     learned = _column(rows, LEARNED_TOKENS)
     return {
         **{f"{name}_{end}": value for name, pair in pairs.items() for end, value in zip(ENDS, pair, strict=True)},
-        **_stderrs(rows),
+        **_stderrs(rows, STDERRS[measure]),
         "teacher_val_accuracy": None if graded else teacher,
         **({"teacher_val_reward": teacher} if graded and teacher is not None else {}),
         "steps": max((row["step"] for row in rows), default=0),
@@ -137,13 +166,13 @@ def _tokens_sent(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {teacher: int(sum(_column(rows, name))) for name, teacher in names.items()}
 
 
-def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _stderrs(rows: Sequence[Mapping[str, Any]], stderr: str) -> dict[str, float]:
     """Return the recorded standard errors of three validations: the first, the last, and that of the teacher."""
-    first, last = _before_and_after(rows, ACCURACY_STDERR)
+    first, last = _before_and_after(rows, stderr)
     found = {
         "val_stderr_first": first,
         "val_stderr_last": last,
-        "teacher_val_stderr": _last(_column(rows, TEACHER_STDERR)),
+        "teacher_val_stderr": _last(_column(rows, OF_TEACHER[stderr])),
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -129,8 +129,9 @@ def test_metrics_of_rewards_count_runs(seed: int) -> None:
             means.append(rewards.mean())
     rng.shuffle(experiences)
     found = opd_metrics(experiences) | reward_metrics(experiences) | validation_metrics(experiences, 4)
-    for name in ("critic/score/mean", "reward/math/mean", "val_correct/all/mean"):
+    for name in ("critic/score/mean", "reward/math/mean", "val/reward/all/mean"):
         assert found[name] == pytest.approx(np.mean(means))
+    assert found["val_correct/all/mean"] == pytest.approx(np.mean([mean >= 1 for mean in means]))
     assert found["reward/math/max"] == max(means)
     right = [sum(mean >= 1 for mean in means[start : start + 4]) for start in (0, 4, 8)]
     assert found["val_correct/all/avg@4"] == pytest.approx(np.mean(right) / 4)

@@ -179,7 +179,7 @@ def test_missing_values_are_a_dash() -> None:
 
 
 def test_only_accuracy_is_called_accuracy() -> None:
-    graded = {"val_correct/all/mean": -0.25, "val/reward/max": 0.5}
+    graded = {"val_correct/all/mean": 0.0, "val/reward/all/mean": -0.25, "val/reward/max": 0.5}
     rows = [{"step": 0, "val_correct/all/mean": 0.0, "val_correct/teacher/mean": 0.75}, {"step": 1, **graded}]
     summary = summarize(rows)
     assert table_of(*rows) == {"mean validation reward": ["0.0000", "-0.2500", "0.7500", "-0.33", "of", "teacher"]}

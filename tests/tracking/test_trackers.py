@@ -422,7 +422,11 @@ def test_tensorboard_shows_samples_and_the_configuration_as_text(run: RunDirecto
     shown = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
     layout = layout_pb2.Layout.FromString(shown.pop("custom_scalars__config__")[0].tensor_proto.string_val[0])
     panels = [set(chart.multiline.tag) for category in layout.category for chart in category.chart]
-    assert {"opd/reverse_kl/mean"} in panels and {"critic/score/mean", "val_correct/all/mean"} in panels
+    assert {"opd/reverse_kl/mean"} in panels and {
+        "critic/score/mean",
+        "val_correct/all/mean",
+        "val/reward/all/mean",
+    } in panels
     assert shown.keys() == {"config/text_summary", *(f"samples/{n}/text_summary" for n in range(3))}
     assert shown["config/text_summary"][0].tensor_proto.string_val[0] == b"    max_steps: 20"
     first = shown["samples/0/text_summary"]

@@ -57,13 +57,15 @@ def test_validation_by_tag_equals_a_loop_over_prompts(samples: int, kinds: tuple
     prompts = {f"p{n}": ("math" if n % 3 else "code", rng.choice([0.0, 0.5, 1.0], samples).tolist()) for n in range(9)}
     batch = [answer(group, tag, reward) for group, (tag, rewards) in prompts.items() for reward in rewards]
     metrics = validation_metrics([batch[i] for i in rng.permutation(len(batch))], samples)
-    # graded: the mean reward is no accuracy
+    # graded: the mean reward is logged beside the accuracy
     expected = {"val/response_length/mean": 2.0, "val/reward/max": 1.0, "val/reward/min": 0.0}
     for tag in ("all", "math", "code"):
         own = [rewards for of, rewards in prompts.values() if tag in ("all", of)]
-        expected[f"val_correct/{tag}/mean"] = np.mean(own)
-        means = [np.mean(rewards) for rewards in own]  # of as many samples each
-        expected[f"val_correct/{tag}/stderr"] = np.std(means, ddof=1) / np.sqrt(len(means))
+        right = [[float(reward >= 1) for reward in rewards] for rewards in own]
+        for name, values in ((f"val_correct/{tag}", right), (f"val/reward/{tag}", own)):
+            expected[f"{name}/mean"] = np.mean(values)
+            means = [np.mean(of_prompt) for of_prompt in values]  # of as many samples each
+            expected[f"{name}/stderr"] = np.std(means, ddof=1) / np.sqrt(len(means))
         expected[f"val_correct/{tag}/avg@{samples}"] = np.mean([[reward >= 1 for reward in rewards] for rewards in own])
         for draws in kinds:
             expected[f"val_correct/{tag}/pass@{draws}"] = np.mean([drawn(draws, rewards) for rewards in own])
@@ -93,7 +95,8 @@ def test_a_run_of_steps_is_worth_their_sum_where_each_has_its_own_reward() -> No
 
     games = steps(0, "s", 0.0, 0.0, 1.0) + steps(1, "s", -0.25, 0.0)
     metrics = validation_metrics(games, 2)
-    assert (metrics["val_correct/x/mean"], metrics["val_correct/x/pass@2"]) == (0.375, 1.0)
+    assert (metrics["val/reward/x/mean"], metrics["val_correct/x/pass@2"]) == (0.375, 1.0)
+    assert metrics["val_correct/x/mean"] == 0.5
     assert (metrics["val_correct/x/avg@2"], metrics["val/reward/min"]) == (0.5, -0.25)
     said_of_each = steps(0, None, 1.0, 1.0) + steps(1, None, 0.0, 0.0, 0.0)
     metrics = validation_metrics(said_of_each, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl, write_atomic
-from roll_opd.tracking.summary import ACCURACY, REVERSE_KL, REWARD
+from roll_opd.tracking.summary import ACCURACY, REVERSE_KL, REWARD, VAL_REWARD
 from roll_opd.tracking.trackers import register
 
 # Metrics with a default value: seconds of an unused phase, counts of rare events, the KL loss without a reference
@@ -28,7 +28,7 @@ LAYOUT = {  # charts of the tab "Custom Scalars"; their metrics always have a ch
         "opd/teacher_logprob",
         REVERSE_KL,
     ),
-    "Reward and validation": (REWARD, ACCURACY),
+    "Reward and validation": (REWARD, ACCURACY, VAL_REWARD),
     "Training engine against inference engine": (
         "rollout/train_logprob_gap/mean",
         "rollout/mismatch/ratio_mean",
