@@ -19,7 +19,7 @@ class Sums(Environment):
             file.write(what + "\\n")
 
     def reset(self, seed=None):
-        self.random, self.turn = random.Random(seed), 0
+        self.seed, self.random, self.turn = seed, random.Random(seed), 0
         return self.asked(), {}
 
     def asked(self):
@@ -39,7 +39,7 @@ class Faulty(Sums):
     def step(self, action):
         kind = ["raised", "raised", "timeout", "invalid", "invalid", *[""] * 15][self.random.randrange(20)]
         if kind:
-            self.note(kind)
+            self.note(f"{kind}-{self.seed}")
         if kind == "timeout":
             time.sleep(3)
         if kind == "raised":

@@ -134,8 +134,15 @@ def launch(
     wait_until_gone(mark)
     assert [str(path) for path in temporaries.rglob("*")] == []
     temporaries.rmdir()
-    latest = output_dir / config[0] / "latest"
-    return Run(code, log.read_text(), latest, took)
+    return Run(code, log.read_text(), newest_run(output_dir / config[0]), took)
+
+
+def newest_run(experiment: Path) -> Path:
+    """Return the newest run directory of an experiment, also of a run without a step, which is not `latest`."""
+    latest = experiment / "latest"
+    runs = [path for path in experiment.glob("20*") if path.is_dir()]
+    newest = max(runs, key=lambda path: path.name, default=latest)
+    return latest if latest.exists() and latest.resolve() == newest.resolve() else newest
 
 
 def _started(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import REPOSITORY, SPREAD, Run
+from runs import REPOSITORY, SPREAD, Run, newest_run
 
 from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
@@ -87,7 +87,7 @@ class Stage(Backend):
         spread = SPREAD if config == PURE else ()
         command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", *spread, *overrides]
         code = launch.main("a run on a stage", arguments=[*command, f"exp_name={name}"], backend=self)
-        return Run(code, "", (place / name / "latest").resolve())
+        return Run(code, "", newest_run(place / name).resolve())
 
     @property
     def first_weights(self) -> Path:

@@ -95,7 +95,8 @@ def test_faults_end_their_own_trajectory_alone(
     assert run.code == 0
     rows = run.rows("metrics.jsonl")[1:]
     assert len(rows) == steps
-    injected = Counter(log.read_text().split())
+    # a game that goes wrong is played once more, in case of an outage, and goes wrong in the same way
+    injected = Counter(note.partition("-")[0] for note in set(log.read_text().split()))
     assert len(injected) == 3 and injected.total() >= least
     counted: Counter[str] = Counter()
     for step, row in enumerate(rows, 1):
