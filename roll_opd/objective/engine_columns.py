@@ -89,7 +89,8 @@ def evidence_of(samples: Sequence[Sample], moments: Sequence[np.ndarray]) -> Eng
 
 def engine_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics `rollout/engine/*` of a step from the sums of `engine_sums`, added over ranks."""
-    found = EngineEvidence.of({name.removeprefix(PREFIX): value for name, value in sums.items()})
+    own = {name.removeprefix(PREFIX): value for name, value in sums.items() if name.startswith(PREFIX)}
+    found = EngineEvidence.of(own)
     return {METRICS + name: value for name, value in asdict(found).items()} if found else {}
 
 

@@ -110,6 +110,7 @@ AT_THE_TOP = {
     r"objective\.advantage_args\.(mean|std)_cal_level": "",  # derived from norm_mean_type and norm_std_type
     r"objective\.advantage_args\.(.+)": r"advantage_fn_args.\1",
     r"objective\.correction(.*)": r"train_infer_correction\1",
+    r"objective\.engine_check.*": "",  # derived from engine_check and generating_args
     r"objective\.(.+)": r"\1",
     r"data\.prompt_length": "prompt_length",
     r"(?:validation|demonstrations)\.data\.(?:prompt_length|on_\w+)": "",
