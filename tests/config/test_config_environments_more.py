@@ -109,7 +109,7 @@ def test_a_game_that_is_played_needs_a_teacher(plan: Plan, problems: Problems) -
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"env_type": "sokobann"}, "unknown environment 'sokobann'; known are "),
+        ({"env_type": "sokobann"}, "unknown environment 'sokobann'; did you mean 'sokoban'?"),
         ({"env_config": {"sizes": 4}}, "env_config.sizes: unknown argument; did you mean 'size'?"),
         ({"env_type": "webshop"}, "env_type webshop: needs the package"),
     ],

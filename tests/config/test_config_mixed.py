@@ -9,7 +9,7 @@ import pytest
 from config_assets import write_model, write_tokenizer
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.config.plan import FilterPlan, Layout, MegatronPlan, ObjectivePlan, RunPlan
+from roll_opd.config.plan import EngineCheckPlan, FilterPlan, Layout, MegatronPlan, ObjectivePlan, RunPlan
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
@@ -37,6 +37,7 @@ def test_objective_has_rolls_defaults(mixed: dict[str, Any], plan: Plan) -> None
     assert run.mode == "mixed"
     assert run.objective == ObjectivePlan(
         adv_estimator="gae",
+        engine_check=EngineCheckPlan(),
         gamma=1.0,
         lambd=0.95,
         whiten_rewards=False,
@@ -89,7 +90,11 @@ def test_every_key_reaches_the_plan(mixed: dict[str, Any], plan: Plan) -> None:
 def test_pure_distillation_switches_all_of_it_off(plan: Plan) -> None:
     run = plan({"whiten_advantages": True, "reward_clip": 10, "kl_loss_coef": 0.1, "norm_mean_type": "batch"})
     assert run.objective == ObjectivePlan(
-        gamma=0.0, dual_clip=None, loss_agg_mode="seq-mean-token-mean", loss_normaliser=48.0
+        gamma=0.0,
+        dual_clip=None,
+        loss_agg_mode="seq-mean-token-mean",
+        loss_normaliser=48.0,
+        engine_check=EngineCheckPlan(),
     )
     ignored, whitening = run.warnings
     assert ignored == "these keys are accepted but have no effect here: kl_loss_coef, norm_mean_type, reward_clip"

@@ -118,6 +118,7 @@ def test_every_field_of_a_plan_is_a_setting(kind: str) -> None:
     # the engines' model is the student's, and lengths of held-out rows and demonstrations are the run's
     apart = {("rollout", "model", "path"), ("student", "model", "path"), ("reference", "model", "path")}
     apart |= {("critic", "model", "path"), *((of, "data", "prompt_length") for of in ("validation", "demonstrations"))}
+    apart |= {("objective", "engine_check", name) for name in ("top_k", "top_p", "is_corrected")}  # of other keys
     apart |= {("validation", "data", name) for name in ("on_bad_row", "on_long_prompt")}
     found = [path for path in leaves(plan) if path not in apart]
     assert len(found) > 60

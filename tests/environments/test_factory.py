@@ -96,7 +96,7 @@ def test_a_class_of_ones_own(own: str) -> None:
         ("my_envs.number", "no class named number"),
         ("my_envs.Nothing", "no class named Nothing"),
         ("no_such_module.Game", "cannot be imported"),
-        ("frozenlake", "known are .*frozen_lake, guess_number"),
+        ("frozenlake", "Known are .*frozen_lake, guess_number"),
         ("", "unknown environment"),
         ("roll.pipeline.agentic.env.webshop.env.WebShopEnv", "has no counterpart here"),
     ],

@@ -119,10 +119,9 @@ def _write_rows(root: Path, stem: str) -> Path:
     file = root / "data" / f"{stem}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     tag = TAGS.get(stem, "math_rule")
-    rows = (
-        {"id": str(n), "messages": [{"role": "user", "content": "ab"}], "tag": tag, "ground_truth": "1"}
-        for n in range(ROW_COUNT)
-    )
+    answered = {"instruction": "ab", "input": "", "output": "c"}  # as in Alpaca's rows
+    asked = {"messages": [{"role": "user", "content": "ab"}], "tag": tag, "ground_truth": "1"}
+    rows = ({"id": str(n), **asked, **answered} for n in range(ROW_COUNT))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 

@@ -81,7 +81,7 @@ def test_a_registered_name() -> None:
 @pytest.mark.parametrize(
     ("worker", "message"),
     [
-        ("maths_rule", "unknown reward 'maths_rule'; known are .*math_rule"),
+        ("maths_rule", "unknown reward 'maths_rule'; did you mean 'math_rule'.*Known are .*math_rule"),
         ("roll.pipeline.rlvr.rewards.x.UnheardOfRewardWorker", "no counterpart here"),
         ("no_such_module.reward", "no_such_module cannot be imported"),
         ("my_rewards.absent", "no function or class named absent"),
