@@ -91,7 +91,7 @@ def engine_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics `rollout/engine/*` of a step from the sums of `engine_sums`, added over ranks."""
     own = {name.removeprefix(PREFIX): value for name, value in sums.items() if name.startswith(PREFIX)}
     found = EngineEvidence.of(own)
-    return {METRICS + name: value for name, value in asdict(found).items()} if found else {}
+    return {f"rollout/engine/{name}": value for name, value in asdict(found).items()} if found else {}
 
 
 def evidence_in(metrics: Mapping[str, float]) -> EngineEvidence | None:

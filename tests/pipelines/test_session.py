@@ -215,11 +215,13 @@ OBJECTIVES: tuple[dict[str, Any], ...] = (
 def test_an_interrupt_ends_only_the_call(session: Session) -> None:
     """SIGINT arrives while `sample` waits for its answer."""
     session.sampler.update()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     timer = threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         session.sampler.sample(session.prompts(64), n=32)
     timer.join()
+    signal.signal(signal.SIGINT, before)
     batch = session.teacher.score(session.sampler.sample(session.prompts(1), n=1))
     assert len(batch) == 1 and "\n" not in repr(batch) and "reverse KL" in repr(batch)
 
