@@ -2,7 +2,7 @@
 
     python benchmarks/async_table.py [--cells tasks signals] [--tasks demo tail game] [--bounds 1 2 4]
         [--seeds 42 43 44] [--json OUT] [--runs DIR] [key=value ...]
-    python benchmarks/async_table.py --throughput [--stated ANSWER:LEARN] [--bounds 0 0.5 1 2 4 8] [--steps 24]
+    python benchmarks/async_table.py --throughput [--stated ANSWER:LEARN] [--bounds 0 1 2 4 8] [--steps 24]
         [--jobs 1] [--json OUT] [--svg OUT]
 
 `tasks` runs each task at each bound: the demo, the demo with answers that take a long-tailed time, and FrozenLake.
@@ -137,11 +137,11 @@ def launched(task: Task, *settings: str, keep: Path | None = None) -> list[dict[
 
 
 def learned(
-    name: str, task: Task, bound: float, seed: int, overrides: Sequence[str], runs: Path | None
+    name: str, task: Task, bound: int, seed: int, overrides: Sequence[str], runs: Path | None
 ) -> dict[str, Any]:
     """Run one cell of the table, in a directory of `runs` if given; return its figures."""
     keep = runs and runs / f"{name.replace(' ', '_').replace(',', '')}-S{bound:g}-{seed}"
-    settings = (f"seed={seed}", f"async_generation_ratio={bound:g}", "eval_steps=4", *overrides)
+    settings = (f"seed={seed}", f"async_generation_ratio={bound}", "eval_steps=4", *overrides)
     rows = launched(task, *settings, keep=keep)
     found = figures(rows, task)
     return {"cell": name, "S": bound, "seed": seed, **found}
@@ -199,7 +199,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def speed(rows: Sequence[dict[str, Any]], bound: float) -> dict[str, float]:
+def speed(rows: Sequence[dict[str, Any]], bound: int) -> dict[str, float]:
     """Return means over the steps after the first tenth: seconds by part, tokens per second, ages and idle times."""
     steps = [row for row in rows if row["step"] > rows[-1]["step"] // 10 + 1]  # the steps of the simulator's mean
     parts = ("step", "generate", "teacher", "train", "weight_sync")
@@ -236,8 +236,8 @@ def throughput(
     if times:
         demo = Task(STATED, DISTILLED, (*demo.settings, *stated(times[0])))
 
-    def measured(bound: float) -> dict[str, float]:
-        found = speed(launched(demo, f"async_generation_ratio={bound:g}", *off), bound)
+    def measured(bound: int) -> dict[str, float]:
+        found = speed(launched(demo, f"async_generation_ratio={bound}", *off), bound)
         print(json.dumps(found), flush=True)
         return found
 
@@ -249,11 +249,11 @@ def throughput(
             row["speed-up"] = row["tokens/s"] / base["tokens/s"]
             row["step / longer part"] = row["step"] / longer
             if times:
-                row["simulated step"] = simulated(row["S"], times[0], base, steps)
+                row["simulated step"] = simulated(int(row["S"]), times[0], base, steps)
     return found
 
 
-def simulated(bound: float, answer: float, base: dict[str, float], steps: int) -> float:
+def simulated(bound: int, answer: float, base: dict[str, float], steps: int) -> float:
     """Return the simulator's step for stated times of answers, and the other parts of the synchronous run `base`.
 
     The simulator's seed is that of `TIMES` in `SLOW_WORKFLOW`, so it draws the times of the real answers.
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="+", choices=("tasks", "signals"), default=["tasks", "signals"])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
-    parser.add_argument("--bounds", type=float, nargs="+", help="default: 1 2 4; with --throughput 0 0.5 1 2 4 8")
+    parser.add_argument("--bounds", type=int, nargs="+", help="default: 1 2 4; with --throughput 0 1 2 4 8")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--throughput", action="store_true")
     parser.add_argument("--steps", type=int, default=24, help="of a run for the throughput (%(default)s)")
@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.stated:
             answer, learn = map(float, options.stated.split(":"))
             os.environ[SECONDS], times = str(learn), (answer, learn)
-        bounds = options.bounds or [0, 0.5, 1, 2, 4, 8]
+        bounds = options.bounds or [0, 1, 2, 4, 8]
         rows = throughput(bounds, options.steps, options.overrides, times, options.jobs)
         write(options.json, "throughput", rows, steps=options.steps, stated=options.stated)
         if options.svg:

@@ -18,7 +18,7 @@ from statistics import NormalDist
 from roll_opd.models.async_simulator import Costs, Length, lognormal, simulate
 from roll_opd.models.group_window import Pace
 
-BOUNDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+BOUNDS = (0, 1, 2, 4, 8)
 AS_FAST = 1.03  # of the predictions within this factor of the shortest step, the smallest bound is chosen
 RUNS, MIN_BATCHES, MAX_BATCHES = 10_000, 10, 60  # simulated batches: enough for `RUNS` runs
 STEPS_ASIDE = 32  # 1 / STEPS_ASIDE of all splits lie between two simulated splits
@@ -69,7 +69,7 @@ class Prediction:
     engines: int  # devices
     training: int  # devices
     is_shared: bool
-    bound: float
+    bound: int
     step: float
     engine_idle: float
     training_idle: float
@@ -99,7 +99,7 @@ class Predictor:
         self._seconds = costs.generate / in_turns.step  # seconds of a run of length 1
         self._busy = self._seconds * in_turns.generate  # seconds of a batch on engines whose slots are all busy
 
-    def predict(self, engines: int, training: int, bound: float = 0.0, *, is_shared: bool = False) -> Prediction:
+    def predict(self, engines: int, training: int, bound: int = 0, *, is_shared: bool = False) -> Prediction:
         """Return the predicted schedule for these numbers of devices and this age bound.
 
         Args:
@@ -127,7 +127,7 @@ class Predictor:
             found.max_age,
         )
 
-    def predictions(self, devices: int, bounds: Sequence[float] = BOUNDS) -> list[Prediction]:
+    def predictions(self, devices: int, bounds: Sequence[int] = BOUNDS) -> list[Prediction]:
         """Return the predicted schedules for a number of devices.
 
         There is one schedule for shared devices, on which engines and training take turns. Several splits of the

@@ -13,15 +13,13 @@ groups with numbers below h + W. So, for every group, at most W - 1 younger grou
 
 **Bound.** A group is admitted as number n < (v + 1) · P + A, and at most n + W - 1 groups are trained before it. The
 group is in batch (n + W - 1) // P at the latest. So its age in versions is at most (P + A + W - 2) // P. With A = S · P
-for an integer S, this bound is S + ceil((W - 1) / P). No group is discarded because of its age. With A = 0 and W = 1
-the bound is 0, and sampling and learning take turns.
+this bound is S + ceil((W - 1) / P). No group is discarded because of its age. With A = 0 and W = 1 the bound is 0, and
+sampling and learning take turns.
 """
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
 
-DEPTH = 2.0  # batches; deeper queues give older samples, but hardly faster steps (see `async_simulator`)
+DEPTH = 2  # batches; deeper queues give older samples, but hardly faster steps (see `async_simulator`)
 
 
 @dataclass(frozen=True)
@@ -33,19 +31,17 @@ class Pace:
     window: int = 1  # W: window; 1 means strict order
 
     @classmethod
-    def of(cls, groups: int, bound: float, depth: float | None = None) -> "Pace":
-        """Return the pace for an age bound, in versions.
+    def of(cls, groups: int, bound: int, depth: int | None = None) -> "Pace":
+        """Return the pace whose `max_age` is `bound`, in versions.
 
         `depth` is the number of batches that are sampled ahead. The default is the smaller of the bound and `DEPTH`.
         The part of the bound that the depth does not use becomes the window. Raises ValueError if the depth is above
-        the bound.
+        the bound, or 0 with a bound above 0.
         """
         depth = min(bound, DEPTH) if depth is None else depth
-        if not 0 <= depth <= bound:
-            raise ValueError(f"a depth of {depth:g} batches exceeds the bound of {bound:g} versions")
-        allowed = math.floor(Fraction(bound).limit_denominator(10**6) * groups)
-        ahead = min(allowed, math.floor(Fraction(depth).limit_denominator(10**6) * groups))
-        return cls(groups, ahead, allowed - ahead + 1)
+        if not min(1, bound) <= depth <= bound:
+            raise ValueError(f"a depth of {depth} batches does not fit the bound of {bound} versions")
+        return cls(groups, depth * groups, (bound - depth) * groups + 1)
 
     @property
     def max_age(self) -> int:

@@ -38,7 +38,7 @@ def _shorter(plan: RunPlan) -> list[str]:
 
 def _fresher(plan: RunPlan) -> list[str]:
     if plan.async_generation_ratio:
-        return [f"lower async_generation_ratio ({plan.async_generation_ratio:g})"]
+        return [f"lower async_generation_ratio ({plan.async_generation_ratio})"]
     return ["compare the settings of training and inference engine (dtype, router_replay)"]
 
 

@@ -24,14 +24,8 @@ def check_async(top: Top, roles: Roles) -> None:
     if top.async_depth is not None and top.async_depth > top.async_generation_ratio:
         top.diag.error(
             "async_depth",
-            f"{top.async_depth:g} batches ahead are more than {KEY} {top.async_generation_ratio:g}, the bound of the"
+            f"{top.async_depth} batches ahead are more than {KEY} {top.async_generation_ratio}, the bound of the"
             f" samples' age; lower async_depth, or raise {KEY}",
-        )
-    elif top.async_generation_ratio * top.rollout_batch_size < 1:
-        top.diag.note(
-            KEY,
-            f"{top.async_generation_ratio:g} of {top.rollout_batch_size} prompts is less than one prompt, so no prompt"
-            " is generated ahead",
         )
     if top.is_use_additional_prompts:
         top.diag.note(
@@ -84,7 +78,7 @@ def _check_devices(top: Top, roles: Roles) -> None:
         if role is not roles.infer and shared:
             top.diag.error(
                 KEY,
-                f"{top.async_generation_ratio:g} lets generation and training run at the same time, but"
+                f"{top.async_generation_ratio} lets generation and training run at the same time, but"
                 f" {roles.infer.path} and {role.path} share {short_devices(sorted(shared))} and must take turns; give"
                 f" the engines separate devices, or set {KEY} to 0",
             )
@@ -107,6 +101,6 @@ def _check_correction(top: Top, mode: str) -> None:
     elif correction is None or not (correction.weight or correction.filters):
         top.diag.unsupported(
             KEY,
-            f"{top.async_generation_ratio:g} trains the reward's part on samples of older weights; without a"
+            f"{top.async_generation_ratio} trains the reward's part on samples of older weights; without a"
             f" correction, the importance ratio of these samples would be taken as 1; write {ADVICE}",
         )

@@ -20,7 +20,6 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.models.engine_options import ALTERING_OPTIONS, ROUNDING_OPTIONS
-from roll_opd.models.group_window import Pace
 
 # keys that ROLL does not have and that select a loss
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})
@@ -67,18 +66,12 @@ def objective_plan(
         loss_normaliser=float(response),
         opd_vocab_size=vocab_size if has_divergence else None,
         correction=read,
-        max_age=_max_age(top),
+        max_age=top.async_generation_ratio,
         engine_check=tested,
         # a correction compares log-probs of the weights before the update with the sampling engine's log-probs
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
     return replace(plan, gamma=0.0) if pure else _with_reward(plan, top)
-
-
-def _max_age(top: Top) -> int:
-    bound, depth = top.async_generation_ratio, top.async_depth
-    # a depth above the bound is reported elsewhere
-    return Pace.of(top.rollout_batch_size, bound, depth if depth is None else min(depth, bound)).max_age
 
 
 def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:

@@ -71,7 +71,7 @@ class Advice:
         best = fastest(found)
         place = "all devices in turns" if best.is_shared else f"engines on {best.engines}, training on {best.training}"
         return (
-            f"fastest on {devices} devices: async_generation_ratio: {best.bound:g}, {place}: {best.step:.3g} s per"
+            f"fastest on {devices} devices: async_generation_ratio: {best.bound}, {place}: {best.step:.3g} s per"
             f" step, {self.now.step / best.step:.2f} times as fast as this configuration ({self.now.step:.3g} s on"
             f" {self.now.devices})"
         )
@@ -211,7 +211,7 @@ def _cells(one: Prediction) -> list[str]:
     return [
         str(one.devices),
         *split,
-        f"{one.bound:g}",
+        str(one.bound),
         f"{one.step:.3g}",
         *shares,
         f"{one.mean_age:.1f}",

@@ -44,7 +44,7 @@ class Gate:
     `Pace.of` explains the limits `bound` and `depth`.
     """
 
-    def __init__(self, version: int, bound: float = 0, depth: float | None = None) -> None:
+    def __init__(self, version: int, bound: int = 0, depth: int | None = None) -> None:
         """Create a gate whose published version is `version`."""
         self.version, self.bound, self.depth = version, bound, depth
         self._changed = asyncio.Event()

@@ -78,7 +78,7 @@ class SourcePosition:
     passed: frozenset[int]
     seed: int | None
     size: int | None  # number of prompts, if one stream has all of them
-    bounds: tuple[tuple[int, float], ...]  # (first step, `async_generation_ratio`) of each part of the run
+    bounds: tuple[tuple[int, int], ...]  # (first step, `async_generation_ratio`) of each part of the run
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class PartSettings:
     """Consecutive steps with the same settings. None: the setting is unknown."""
 
     first: int
-    bound: float | None  # `async_generation_ratio`
-    depth: float | None  # `async_depth`; None also if it is not set
+    bound: int | None  # `async_generation_ratio`
+    depth: int | None  # `async_depth`; None also if it is not set
     max_steps: int | None
     samples: int | None  # samples per prompt, if each prompt has the same number
 
@@ -314,7 +314,7 @@ def _state(source: Mapping[str, Any], parts: Any) -> SourcePosition:
     passed = frozenset(_list(source.get("passed", []), _whole))
     known = [(_whole(part["first"]), part["settings"]) for part in parts or () if part.get("settings")]
     bounds = tuple(
-        (first, bound) for first, of in known if (bound := _number(of.get("async_generation_ratio"))) is not None
+        (first, bound) for first, of in known if (bound := _versions(of.get("async_generation_ratio"))) is not None
     )
     return SourcePosition(taken, passed, seed if type(seed) is int else None, size or None, bounds)
 
@@ -337,8 +337,8 @@ def _parts(config: Mapping[str, Any], facts: Mapping[str, Any]) -> list[PartSett
         found.append(
             PartSettings(
                 _whole(part["first"]),
-                _number(bound),
-                _number(depth),
+                _versions(bound),
+                _versions(depth),
                 steps if type(steps) is int and steps > 0 else None,
                 samples if type(samples) is int and is_single_turn else None,
             )
@@ -351,8 +351,10 @@ def _parts(config: Mapping[str, Any], facts: Mapping[str, Any]) -> list[PartSett
     return found[::-1]
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _versions(value: Any) -> int | None:
+    """Return a number of versions, which a file may have as a float (1.0); None if it is none."""
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    return value if type(value) is int and 0 <= value <= LARGEST else None
 
 
 def steps_of(rows: Mapping[int, Any]) -> list[int]:

@@ -262,15 +262,14 @@ def _versions(facts: Facts) -> Iterator[str]:
 
 def _ages(facts: Facts) -> Iterator[str]:
     for row in facts.rows:
-        bound, part = facts.bound(row.step), facts.part(row.step)
+        bound = facts.bound(row.step)
         if bound is None:
             continue
         largest = max((row.step - 1 - oldest for oldest, _ in row.versions), default=0)
-        if largest > math.ceil(bound):
-            yield f"step {row.step} trained on samples of age {largest}, but async_generation_ratio was {bound:g}"
-        is_ahead = part is not None and bound >= 1 and (part.depth is None or part.depth >= 1)
-        if is_ahead and row.fates["trained"] and not row.versions:
-            yield f"step {row.step} has no versions, but async_generation_ratio was {bound:g}"
+        if largest > bound:
+            yield f"step {row.step} trained on samples of age {largest}, but async_generation_ratio was {bound}"
+        if bound and row.fates["trained"] and not row.versions:
+            yield f"step {row.step} has no versions, but async_generation_ratio was {bound}"
 
 
 def _metrics(facts: Facts) -> Iterator[str]:
@@ -330,8 +329,8 @@ def _checkpoints(facts: Facts) -> Iterator[str]:
             part = facts.part(first)
             if part and part.bound is not None and part.bound != bound:
                 yield (
-                    f"the checkpoint of step {step} has async_generation_ratio {bound:g} from step {first} on, but"
-                    f" config.yaml and {RUN_FACTS} give {part.bound:g}"
+                    f"the checkpoint of step {step} has async_generation_ratio {bound} from step {first} on, but"
+                    f" config.yaml and {RUN_FACTS} give {part.bound}"
                 )
     yield from _same_source(facts.found.states, (facts.found.config or {}).get("seed"))
 

@@ -76,7 +76,7 @@ class Facts:
         """Return the part of the run that has `step`; None if it is unknown."""
         return next((part for part in reversed(self.parts or ()) if part.first <= step), None)
 
-    def bound(self, step: int) -> float | None:
+    def bound(self, step: int) -> int | None:
         """Return `async_generation_ratio` in a step; None if neither the settings nor a later checkpoint have it."""
         part = self.part(step)
         if part is not None:
@@ -110,7 +110,7 @@ class Facts:
 
 
 @cache
-def _window(groups: int, bound: float, depth: float | None) -> int | None:
+def _window(groups: int, bound: int, depth: int | None) -> int | None:
     try:
         return max(Pace.of(number, bound, depth).window for number in range(1, groups + 1)) if groups else None
     except ValueError:

@@ -1,6 +1,5 @@
 """Compare the logged samples of a run with its ledger, its prompts and its metrics."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from roll_opd.tracking.evidence import LedgerRow, LoggedSample
@@ -39,10 +38,10 @@ def compare_samples(facts: Facts) -> Iterator[str]:
                 )
             elif newest > version:
                 yield f"step {row.step} trained on a sample of draw {sample.draw} of a later version, {newest}"
-            elif bound is not None and version - oldest > math.ceil(bound):
+            elif bound is not None and version - oldest > bound:
                 yield (
                     f"step {row.step}: a sample of draw {sample.draw} has age {version - oldest}, but"
-                    f" async_generation_ratio was {bound:g}"
+                    f" async_generation_ratio was {bound}"
                 )
         yield from _tokens(facts, row, logged)
 

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,7 @@ def test_stale_rewards_need_a_named_correction(mixed: dict[str, Any], plan: Plan
     assert "write train_infer_correction: {is_weight: {enabled: true}}" in found
     (found,) = problems({"async_generation_ratio": 1, "train_infer_correction": {"negatives_delta": 0.1}}, pure=False)
     assert "without a correction, the importance ratio" in found
-    run = plan({"async_generation_ratio": 1.5, "train_infer_correction": WEIGHTS}, pure=False)
+    run = plan({"async_generation_ratio": 2.0, "train_infer_correction": WEIGHTS}, pure=False)
     assert run.objective.max_age == 2 and run.objective.recompute_old_logprobs
     assert run.rollout.on_weight_update == "continue"
 
@@ -304,6 +305,18 @@ def test_reserved_engines_need_validation_beside_training(
     assert (run.rollout.engines, run.training_engines, run.validation_engines) == (2, 1, 1)
     (found,) = problems({**whole, **changes}, pure=False)
     assert found.startswith(f"validation_engines: {message}")
+
+
+def test_the_bound_is_a_whole_number(plan: Plan, problems: Problems) -> None:
+    """ROLL's files may have it as a float."""
+    for written, bound in ((0, 0), (1.0, 1), ("2", 2), ("1e0", 1), (None, 0)):
+        run = plan({"async_generation_ratio": written})
+        assert run.async_generation_ratio == run.objective.max_age == bound
+        assert type(run.async_generation_ratio) is int
+    wrong = (0.5, 1.5, "0.5", -1, "one", True, [1])
+    for key, value in (("async_depth", 0), *product(("async_generation_ratio", "async_depth"), wrong)):
+        (found,) = problems({"async_generation_ratio": 4, "async_depth": 1, key: value})
+        assert found.startswith(f"{key}: ")
 
 
 def test_a_depth_is_within_the_bound(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:

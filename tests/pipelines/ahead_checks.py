@@ -2,20 +2,19 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 from runs import Run
 
 from roll_opd.samples.versions import sampling_versions
 from roll_opd.tracking.ledger import audit
 
 
-def ahead(bound: float, depth: float | None = None, on_update: str = "continue") -> tuple[str, ...]:
+def ahead(bound: int, depth: int | None = None, on_update: str = "continue") -> tuple[str, ...]:
     """Return the overrides for a bound and a depth in batches."""
-    settings = ("deterministic=false", f"async_generation_ratio={bound:g}", f"on_weight_update={on_update}")
-    return (*settings, f"async_depth={depth:g}") if depth is not None else settings
+    settings = ("deterministic=false", f"async_generation_ratio={bound}", f"on_weight_update={on_update}")
+    return (*settings, f"async_depth={depth}") if depth is not None else settings
 
 
-def check_ahead(run: Run, bound: float, groups: int, steps: int, resumed_after: int = 0) -> None:
+def check_ahead(run: Run, bound: int, groups: int, steps: int, resumed_after: int = 0) -> None:
     """Check the ages of all tokens, the ledger and the updates of a run with batches of `groups` groups.
 
     samples.jsonl must have every sample. The counts of groups begin again after the step `resumed_after`.
@@ -30,7 +29,7 @@ def check_ahead(run: Run, bound: float, groups: int, steps: int, resumed_after: 
         version = row["step"] - 1
         ages = ages_of([sample for sample in samples if sample["step"] == row["step"]], version)
         oldest = version - min(first for first, _ in entry["versions"])
-        assert min(ages) >= 0 and max(ages) == row["rollout/async/age_max"] == oldest <= np.ceil(bound)
+        assert min(ages) >= 0 and max(ages) == row["rollout/async/age_max"] == oldest <= bound
         assert len(entry["trained"]) == groups
         counted = row["step"] - (resumed_after if row["step"] > resumed_after else 0)
         assert row["rollout/async/trained_groups"] == counted * groups <= row["rollout/async/admitted_groups"]

@@ -80,7 +80,7 @@ def test_a_deterministic_run_ends_with_the_same_bits_after_a_kill(tmp_path: Path
 
 
 def test_a_window_lets_finished_groups_pass(tmp_path: Path) -> None:
-    settings = (*AHEAD, f"max_steps={STEPS}", "async_generation_ratio=2", "async_depth=0.5", "save_steps=0")
+    settings = (*AHEAD, f"max_steps={STEPS}", "async_generation_ratio=2", "async_depth=1", "save_steps=0")
     run = launch(tmp_path / "out", *settings)
     assert run.code == 0, run.output[-4000:]
     assert len(trained(run)) == len(set(trained(run))) == STEPS * PROMPTS

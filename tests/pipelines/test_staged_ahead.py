@@ -32,8 +32,8 @@ class Case:
 
     config: tuple[str, str]
     settings: tuple[str, ...] = ()
-    bound: float = 1
-    depth: float | None = None
+    bound: int = 1
+    depth: int | None = None
     on_update: str = "continue"
 
     @property
@@ -58,13 +58,12 @@ class Case:
 
 CASES = {
     "sampled": Case(PURE, bound=2, depth=1),
-    "fraction": Case(PURE, bound=0.5),
     "full": Case(PURE, ("opd_objective=full", "opd_divergence=reverse_kl")),
     "topk of the teacher": Case(PURE, TOPK, bound=2),
     "topk of the student": Case(PURE, (*TOPK, "opd_topk_source=student"), bound=2),
     "validated": Case(PURE, VALIDATED),
     "grpo": Case(WITH_REWARD, (TIS,), bound=2, depth=1),
-    "filtered": Case(WITH_REWARD, (ICEPOP, STD_FILTER), bound=2, depth=0.5),
+    "filtered": Case(WITH_REWARD, (ICEPOP, STD_FILTER), bound=2, depth=1),
     "reference": Case(WITH_REWARD, (FILTERS, REFERENCE, "use_kl_loss=true", "kl_loss_coef=0.1")),
     "token-level KL": Case(WITH_REWARD, (TIS, REFERENCE, "add_token_level_kl=true", "init_kl_coef=0.05")),
     "two updates": Case(WITH_REWARD, (TIS, "actor_train.training_args.per_device_train_batch_size=16")),

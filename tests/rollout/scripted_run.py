@@ -41,8 +41,8 @@ SAMPLING = SamplingPlan(n=2, max_new_tokens=4)
 class Case:
     """What a run is: bounds, batches, filter, treatment of running answers, and where teachers score."""
 
-    bound: float = 1
-    depth: float | None = None
+    bound: int = 1
+    depth: int | None = None
     groups: int = 1
     steps: int = 3
     filters: str = "none"  # or: some, all

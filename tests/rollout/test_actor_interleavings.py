@@ -27,7 +27,7 @@ RUNS, RUNS_NIGHTLY = 20, 10_000
 def case_of(seed: int) -> Case:
     rng = random.Random(seed)
     # a queue of one group: groups 1, bound 1
-    bound, depth = rng.choice([(0, None), (1, None), (1, None), (0.5, None), (2, None), (2, 1.0), (2, 0.5), (4, 2.0)])
+    bound, depth = rng.choice([(0, None), (1, None), (1, None), (2, None), (2, 1), (4, 1), (4, 2)])
     in_rounds = bool(bound) and rng.random() < 0.15
     return Case(
         bound,

@@ -70,7 +70,7 @@ def learner_of(
     bound: int,
     seed: int = 0,
     first: int = 0,
-    depth: float | None = None,
+    depth: int | None = None,
     groups: int = GROUPS,
     **more: Any,
 ) -> Learner:
@@ -110,9 +110,9 @@ def test_no_order_of_events_deadlocks_or_exceeds_the_bound(make_source: Any, bou
 
 
 @pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
-@pytest.mark.parametrize(("bound", "depth"), [(2, 1.0), (3, 0.5), (1, 0.0)])
+@pytest.mark.parametrize(("bound", "depth"), [(2, 1), (3, 1), (3, 2)])
 def test_a_window_trains_each_prompt_once_within_the_bound(
-    make_source: Any, bound: int, depth: float, passes: Any
+    make_source: Any, bound: int, depth: int, passes: Any
 ) -> None:
     """Finished groups pass unfinished ones; without a filter no prompt is missing before the oldest open one."""
     for seed in range(8):
@@ -149,13 +149,13 @@ def test_a_resume_inside_a_window_draws_each_prompt_once(make_source: Any) -> No
     for seed in range(60):
         stopped = 1 + seed % (BATCHES - 1)
         source = make_source()
-        before = learned(learner_of(source, 3, seed, depth=1.0), stopped, is_behind=True)
+        before = learned(learner_of(source, 3, seed, depth=1), stopped, is_behind=True)
         state = json.loads(json.dumps(before[-1].source_state))
         passed_some |= bool(state.get("passed"))
         resumed = make_source()
         resumed.load_state_dict(state)
         bound = (0, 1, 3)[seed % 3]  # a resumed run may have another one
-        continued = learner_of(resumed, bound, seed + 1, first=stopped, depth=min(bound, 1.0))
+        continued = learner_of(resumed, bound, seed + 1, first=stopped, depth=min(bound, 1))
         after = learned(continued, BATCHES - stopped, first=stopped)
         drawn = sorted(p.id for batch in (*before, *after) for p in batch.prompts)
         assert drawn == sorted(p.id for p in make_source().take(BATCHES * GROUPS))
@@ -182,18 +182,16 @@ def drawn_by(batches: list[Batch]) -> list[str]:
     return [prompt.id for batch in batches for prompt in (*batch.prompts, *batch.filtered)]
 
 
-@pytest.mark.parametrize(
-    ("bound", "depth", "groups"), [(3, 1.0, 3), (1, 1.0, 3), (0, 0.0, 3), (2, 2.0, 2), (4, 2.0, 3)]
-)
+@pytest.mark.parametrize(("bound", "depth", "groups"), [(3, 1, 3), (1, 1, 3), (0, 0, 3), (2, 2, 2), (4, 2, 3)])
 @pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
 def test_a_resumed_run_trains_finished_groups_without_sampling_them_again(
-    make_source: Any, tmp_path: Path, passes: Any, bound: int, depth: float, groups: int
+    make_source: Any, tmp_path: Path, passes: Any, bound: int, depth: int, groups: int
 ) -> None:
     """Also with another bound, depth or batch size; older groups than its bound allows are sampled again."""
     kept = 0
     for seed in range(8):
         stopped = 1 + seed % (BATCHES - 1)
-        before = learner_of(make_source(), 3, seed, depth=1.0, passes=passes)
+        before = learner_of(make_source(), 3, seed, depth=1, passes=passes)
         first = learned(before, stopped, is_behind=True)
         digest = write_groups(tmp_path / "groups", before.finished)
         restored = read_groups(tmp_path / "groups", digest)
@@ -215,9 +213,9 @@ def test_a_resumed_run_trains_finished_groups_without_sampling_them_again(
 
 
 @pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
-@pytest.mark.parametrize(("bound", "depth"), [(1, 1.0), (3, 2.0)])
+@pytest.mark.parametrize(("bound", "depth"), [(1, 1), (3, 2)])
 def test_in_rounds_no_sample_and_no_resume_depends_on_timing(
-    make_source: Any, passes: Any, bound: int, depth: float
+    make_source: Any, passes: Any, bound: int, depth: int
 ) -> None:
     """Every order of events, and a stop after any batch, gives the same groups, tokens and versions in each batch."""
 

@@ -38,8 +38,8 @@ CHANGED = (*TEACHED, "rollout_batch_size")
 class Settings:
     groups: int = 2
     samples: int = 2
-    bound: float = 0
-    depth: float | None = None
+    bound: int = 0
+    depth: int | None = None
     steps: int = 5
     size: int = 20
     rejected: float = 0.2  # share of the groups that are filtered or have failed
@@ -298,7 +298,7 @@ def legal_run(place: Path, rng: random.Random) -> list[Path]:
             new = replace(
                 settings,
                 bound=rng.choice((0, 1, 2, 4)),
-                depth=rng.choice((None, None, 0.5)),
+                depth=rng.choice((None, None, 1)),
                 groups=rng.randint(1, 4),
                 steps=after + rng.randint(0, 4),
             )

@@ -17,6 +17,16 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _whole(value: Any) -> Any:
+    """Convert a float without a fraction, for example 1.0. Values that are not numbers are returned unchanged."""
+    value = _number(value)
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise ValueError("a whole number (0, 1, 2, ...)")
+        return int(value)
+    return value
+
+
 def _texts(value: Any) -> Any:
     """Convert a text or a list to a tuple. A text becomes a tuple of one text."""
     if isinstance(value, str):
@@ -49,6 +59,7 @@ NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Temperature = Annotated[float, BeforeValidator(_number), Field(ge=0, le=2), AfterValidator(_temperature)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # engines store counts and lengths in 32 bits
+Versions = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=2**31 - 1)]  # a float in ROLL's files
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Many = Annotated[int, Field(ge=1, le=10**6)]  # number of objects that are in memory at the same time
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # vLLM seeds numpy, which accepts no larger seed

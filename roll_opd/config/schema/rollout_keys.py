@@ -10,7 +10,7 @@ from pydantic import Field
 
 from roll_opd.config import roll_keys as roll
 from roll_opd.config.schema.environment_keys import AgenticKeys
-from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Many, Name, NotNegative, Positive
+from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Many, Name, NotNegative, Positive, Versions
 from roll_opd.config.schema.objective_keys import CriticKeys, ObjectiveKeys, TrainInferCorrection
 from roll_opd.config.schema.run_keys import PromptColumns, Run
 from roll_opd.config.schema.section import OURS, TRINITY, Section, key, keys_of
@@ -25,12 +25,12 @@ class RolloutKeys(Section):
     logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
         4, "number of samples per step that are written to samples.jsonl", OURS, formerly="samples_per_step"
     )
-    async_generation_ratio: NotNegative = key(
-        0.0,
+    async_generation_ratio: Versions = key(
+        0,
         "maximum age of a token in training: the number of weight versions by which the weights that sampled"
         " the token may be older than the student; 0: generation and training take turns",
     )
-    async_depth: NotNegative | None = key(
+    async_depth: Positive | None = key(
         None,
         "number of batches that may be generated while an earlier batch is in training; default:"
         " async_generation_ratio, but at most 2",
