@@ -23,7 +23,7 @@ from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.config.schema.key_types import NotNegative
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.indexing import encode, render_row
-from roll_opd.data.rows import BadRow, DataError, parse_row
+from roll_opd.data.rows import BadRow, DataError
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.audit import audited
 from roll_opd.objective.mismatch import check_staleness
@@ -204,20 +204,18 @@ class SessionCalls:
         """Return a prompt made from a text or a list of messages.
 
         It is rendered like a row of the configuration's files: messages with the chat template, a text unchanged.
+        Messages without a system message get the configuration's `system_prompt`.
         """
         if isinstance(prompt, Prompt):
             return prompt
         tokenizer = self.run.logger.tokenizer
-        value: dict[str, Any] = {"prompt": prompt}
-        if not isinstance(prompt, str):
-            value = {"messages": [dict(message) for message in prompt]}
-        elif getattr(tokenizer, "chat_template", None) and not self._has_noted_texts:
+        row = arguments.row_of(prompt, f"session-{number}", self.plan.data)
+        if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) and not self._has_noted_texts:
             self._has_noted_texts = True
             self.run.logger.note(
                 "Text prompts are tokenised without the model's chat template; to apply it, give messages:"
                 ' [{"role": "user", "content": text}]'
             )
-        row = parse_row(value, f"session-{number}")
         tokens, *_ = next(encode(tokenizer, [render_row(tokenizer, row, self.plan.data)]))
         return Prompt(row.id, number, row.tag, tokens, row.ground_truth, row.extra)
 

@@ -18,10 +18,11 @@ from roll_opd.algorithms.table import ALGORITHMS, DIVERGENCE_NAMES, KL_LOSSES, c
 from roll_opd.base.failures import nearest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.registry import type_problem
-from roll_opd.config.plan import ObjectivePlan, RolloutPlan, RunPlan, SamplingPlan
+from roll_opd.config.plan import DataPlan, ObjectivePlan, RolloutPlan, RunPlan, SamplingPlan
 from roll_opd.config.schema import DistillationKeys, GeneratingArgs, ReinforcementKeys, keys_of
 from roll_opd.config.schema.key_types import Many, NotNegative
 from roll_opd.data.dataset import Prompt
+from roll_opd.data.rows import BadRow, Row, parse_row, with_system_prompt
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.sample import Sample, TargetRef
 
@@ -92,6 +93,19 @@ def prompts_of(prompts: Any) -> list[Any]:
         if not isinstance(prompt, str | Prompt) and not messages:
             raise TypeError(f"sample: prompt {number} is {str(prompt)[:80]!r}, a {type(prompt).__name__}; give {kinds}")
     return list(prompts)
+
+
+def row_of(prompt: str | Sequence[Mapping[str, Any]], fallback_id: str, data: DataPlan) -> Row:
+    """Return the row of a text or of a list of messages, with the `system_prompt` of `data`.
+
+    Raises ValueError if the prompt cannot be used, for example a text if there is a `system_prompt`.
+    """
+    value = {"prompt": prompt} if isinstance(prompt, str) else {"messages": [dict(message) for message in prompt]}
+    try:
+        return with_system_prompt(parse_row(value, fallback_id), data.system_prompt)
+    except BadRow as bad:
+        said = ": ".join(filter(None, (bad.kind, bad.detail)))
+        raise ValueError(f"sample: prompt {str(prompt)[:80]!r} cannot be used: {said}") from None
 
 
 def sampling_of(sampling: SamplingPlan, n: Any, keys: Mapping[str, Any]) -> SamplingPlan:
