@@ -127,7 +127,7 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0  # consecutive failures
         self._failing_since = self._resume_at = self._next_turn = 0.0  # time on the monotonic clock
-        self._last = ""
+        self.last_failure = ""
 
     async def ask(self, body: Any, read: Callable[[Any], Answer], errors: Counter[str]) -> Answer:
         """Send a request; return the JSON response, parsed by `read`.
@@ -196,12 +196,14 @@ class Endpoint:
                 _log.warning("%s recovered after %.0f s", self.shown_url, now - self._failing_since)
             self._failures = 0
             return
-        self._last = f"{failed.kind}: {failed}"
+        self.last_failure = f"{failed.kind}: {failed}"
         if self._failures == 0:
             self._failing_since = now
         self._failures += 1
         if self._failures == DOWN_AFTER:
-            _log.warning("%s is down, last failure %s; probing it with one request at a time", self._place, self._last)
+            _log.warning(
+                "%s is down, last failure %s; probing it with one request at a time", self._place, self.last_failure
+            )
         pause = _delay(now - self._failing_since) if self._down else 0.0
         self._resume_at = max(self._resume_at, now + max(pause, failed.pause))
 
@@ -233,7 +235,7 @@ class Endpoint:
         if waited >= self._retry_seconds:
             raise GaveUp(
                 "down",
-                f"{self._place}: requests have failed for {waited:.0f} s, the last with {self._last}; gave up",
+                f"{self._place}: requests have failed for {waited:.0f} s, the last with {self.last_failure}; gave up",
             )
 
     async def _turn(self) -> None:

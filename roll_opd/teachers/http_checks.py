@@ -23,7 +23,7 @@ from roll_opd.teachers.http_protocols import Question
 from roll_opd.teachers.http_teacher import AGREEMENT, HttpScorer
 from roll_opd.teachers.scorer import Target
 
-START_SECONDS = 900.0  # time in which a server must start to answer
+START_SECONDS = 900.0  # time in which a server must start to answer, and answer all test requests
 # fractions of the fixed text that are scored at each address; sequences of other lengths are in other batches
 SCORED = (1.0, 1.0, 0.75, 0.5)
 WORDS = (
@@ -43,7 +43,7 @@ def probe_strings() -> list[str]:
 
 
 async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | None, topk: int, longest: int) -> None:
-    """Check the servers of a teacher. Raises RunError for the first check that fails.
+    """Check the servers of a teacher. Raises RunError for the first check that fails, or after `START_SECONDS`.
 
     Args:
         tokenizer: directory of the teacher's tokenizer.
@@ -51,6 +51,17 @@ async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | Non
         topk: number of tokens per position in the targets.
         longest: number of tokens of the longest sequence to score.
     """
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await _check(scorer, tokenizer, target, topk, longest)
+    except TimeoutError:
+        raise RunError(
+            f"teacher {scorer.name}: {scorer.plan.location} has not answered the test requests in {START_SECONDS:g} s"
+            f" ({scorer.last_failure or 'no failure'}); check the server's log"
+        ) from None
+
+
+async def _check(scorer: HttpScorer, tokenizer: Path, target: Target | None, topk: int, longest: int) -> None:
     if scorer.protocol.listing:
         await _find_model(scorer, longest)
         await _check_tokenizer(scorer, tokenizer)

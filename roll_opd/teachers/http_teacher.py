@@ -110,6 +110,11 @@ class HttpScorer:
         self._fingerprint: Fingerprint | None = None
         self._fresh: dict[bytes, dict[str, np.ndarray]] = {}  # answers since the last check of the model
 
+    @property
+    def last_failure(self) -> str:
+        """The last failure of an address that fails; empty if none fails."""
+        return next((one.last_failure for one in self._endpoints if one.is_failing), "")
+
     def identify(self, found: Fingerprint) -> None:
         """Compare the model of the server with the model of the stored answers, and remember the model.
 

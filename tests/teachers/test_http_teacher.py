@@ -20,7 +20,7 @@ from roll_opd.config.plan import HttpPlan
 from roll_opd.pipelines.start_teachers import check_servers
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards import endpoint
-from roll_opd.teachers import http_teacher
+from roll_opd.teachers import http_checks, http_teacher
 from roll_opd.teachers.answer_cache import AnswerCache
 from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.http_checks import check_server, probe_strings
@@ -301,6 +301,13 @@ def test_a_server_without_log_probs_of_given_ids_is_found_at_the_start(url: str)
         asked(url, "/script", {"always": status})
         with pytest.raises(RunError, match=r"write http\.server: vllm"):
             asyncio.run(check_server(scorer(url, server="vllm_tokens"), TOKENIZER, "ids", 4, 128))
+
+
+def test_a_server_that_fails_at_every_test_request_ends_the_start(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_checks, "START_SECONDS", 0.5)
+    asked(url, "/script", {"always": "500"})
+    with pytest.raises(RunError, match=r"has not answered .*http_500"):
+        asyncio.run(check_server(scorer(url), TOKENIZER, None, 0, 128))
 
 
 def test_replicas_with_different_weights_are_refused(url: str, servers: list[str]) -> None:
