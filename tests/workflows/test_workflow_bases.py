@@ -278,7 +278,7 @@ def test_a_reward_function_is_found_and_its_arguments_are_checked(tmp_path: Path
     for name, arguments, reported in [
         ("brief", {"most": "a"}, "workflow_reward_args.most: should be a valid integer"),
         ("brief", {"least": 1}, "unknown argument"),
-        ("breif", {}, "unknown reward function 'breif'; did you mean 'brief'? Known are accuracy_reward, brief"),
+        ("breif", {}, "unknown reward function 'breif'; did you mean 'brief'\\? Known are accuracy_reward, brief"),
         ("some_reward_functions.function", {}, "expected a class"),
     ]:
         with pytest.raises(WorkflowError, match=reported):
