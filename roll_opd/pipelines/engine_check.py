@@ -23,10 +23,25 @@ DIFFERS = "log-probs of the engine"
 
 
 class EngineCheck:
-    """The tests of a run. `report` prints and stores the rows of the preflight."""
+    """The tests of a run."""
 
-    def __init__(self, plan: RunPlan, student: Student, report: Callable[[str, Sequence[Check]], None]) -> None:
-        self._plan, self._student, self._report = plan, student, report
+    def __init__(
+        self,
+        plan: RunPlan,
+        student: Student,
+        report: Callable[[str, Sequence[Check]], None],
+        *,
+        ends_run: bool,
+    ) -> None:
+        """Create the tests.
+
+        Args:
+            plan: the plan of the run.
+            student: the student, which computes the moments for the preflight.
+            report: prints and stores the rows of the preflight.
+            ends_run: whether a failed test ends the run; otherwise it causes a warning.
+        """
+        self._plan, self._student, self._report, self._ends_run = plan, student, report, ends_run
         self._settings = plan.objective.engine_check
         self._tests = 0
         self._is_due = self._settings is not None  # whether the preflight is still to come
@@ -35,7 +50,7 @@ class EngineCheck:
     async def preflight(self, samples: Sequence[Sample], temperature: float, version: int) -> None:
         """Test the first samples of the run. Samples that no engine drew are left for a later step.
 
-        Raises RunError if a test fails and `engine_check` is not `warn`.
+        Raises RunError if a test fails and ends the run.
 
         Args:
             version: version of the student's weights.
@@ -55,7 +70,7 @@ class EngineCheck:
     def after(self, metrics: Mapping[str, float], step: int) -> None:
         """Judge the evidence in the metrics of a step.
 
-        Raises RunError if a test fails and `engine_check` is not `warn`.
+        Raises RunError if a test fails and ends the run.
         """
         evidence = evidence_in(metrics)
         if evidence is not None:
@@ -86,11 +101,11 @@ class EngineCheck:
         text = (
             f"the engine does not sample from the student, by {samples}: {'; '.join(found.values())}. {self._cause()}"
         )
-        if self._plan.engine_check != "warn":
+        if self._ends_run:
             raise RunError(f"{text}. To train on these samples nevertheless, set engine_check: warn")
         if new := found.keys() - self._warned:
             self._warned |= new
-            warn(f"{text} (engine_check: warn; each test warns once)")
+            warn(f"{text} (each test warns once)")
 
     def _cause(self) -> str:
         """Return the options of the engines that may be the cause, and what to do."""

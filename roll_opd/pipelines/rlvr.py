@@ -72,7 +72,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
     adapted = run.resumed.kl_coef if run.resumed and "init_kl_coef" not in run.history.changes else None
     kl_coef = first_kl_coef(plan.objective, adapted)
     preflight = _preflight(run, workers)
-    engine_check = EngineCheck(plan, workers.student, run.logger.engine_preflight)
+    engine_check = EngineCheck(plan, workers.student, run.logger.engine_preflight, ends_run=plan.engine_check is True)
     await publish(run.steps_done)
     async with aclosing(rollouts.batches()) as batches, aclosing(concurrent) if concurrent else nullcontext():
         async for batch in batches:

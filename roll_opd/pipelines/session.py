@@ -29,6 +29,7 @@ from roll_opd.objective.audit import audited
 from roll_opd.objective.mismatch import check_staleness
 from roll_opd.objective.reference_kl import first_kl_coef
 from roll_opd.pipelines import session_arguments as arguments
+from roll_opd.pipelines.engine_check import EngineCheck
 from roll_opd.pipelines.rlvr import rollouts_of, sample_metrics, with_advantages
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
@@ -154,6 +155,8 @@ class SessionCalls:
     _has_noted_texts: bool = False
 
     def __post_init__(self) -> None:
+        student, report = self.workers.student, self.run.logger.engine_preflight
+        self._engine_check = EngineCheck(self.run.plan, student, report, ends_run=False)
         self.version = self.step
         self.plan, self.rollout = self.run.plan, self.run.plan.rollout
         self._kl_coef = first_kl_coef(self.plan.objective, None)
@@ -289,6 +292,7 @@ class SessionCalls:
             raise RuntimeError(
                 f"forward_backward: {_answer_to(error)}; the gradients accumulated since the last optim_step are lost"
             ) from error
+        self._engine_check.after(metrics, self.step + 1)
         self._learned += learned
         self._metrics |= metrics
         return metrics

@@ -80,8 +80,7 @@ class Student(Learner):
                 updates.append(update)
                 learned[start : start + size] = _with_old_logprobs(batch, logprobs)
                 self._check_applied(update, learned[start : start + size])
-        tested = {name: total(updates[:1], name) for rank in updates[0] for name in rank.sums}
-        return learned, _loss_metrics(updates) | optimizer_metrics(updates) | engine_metrics(tested)
+        return learned, _loss_metrics(updates) | optimizer_metrics(updates) | _engine_metrics(updates[0])
 
     async def forward_backward(
         self,
@@ -96,9 +95,10 @@ class Student(Learner):
         Returns (samples, metrics) as `learn` does, but without the optimizer's metrics.
         """
         check_staleness(samples, step - 1, 0, objective.max_age)
-        shards = self._shards(samples, teachers, objective)
+        read = marked(samples, step - 1, objective.engine_check) if objective.engine_check else samples
+        shards = self._shards(read, teachers, objective)
         update, logprobs = await self._update("forward_backward", shards, objective, temperature, step)
-        return _with_old_logprobs(samples, logprobs), _loss_metrics([update])
+        return _with_old_logprobs(samples, logprobs), _loss_metrics([update]) | _engine_metrics(update)
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
         """Make one optimizer update from the accumulated gradients, and return the optimizer's metrics.
@@ -151,6 +151,11 @@ def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndar
         else sample
         for number, sample in enumerate(samples)
     ]
+
+
+def _engine_metrics(update: Update) -> dict[str, float]:
+    """Return the metrics of the engine check for the tokens that an update tested."""
+    return engine_metrics({name: total([update], name) for rank in update for name in rank.sums})
 
 
 def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:

@@ -260,6 +260,7 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
         rollout_batch_size=case.groups,
         extra_prompts=1 if case.bound == 0 and case.filters != "none" else 0,
         deterministic=case.in_rounds,
+        engine_check=False,
         update_reads_rewards=case.reads_rewards,
         rewards_are_monitored=not case.reads_rewards,
         eval_steps=case.eval_steps,
