@@ -115,9 +115,10 @@ def plan_config(
     if sentences and runnable:
         raise ConfigError(sentences)
     rows = check_rows.first_rows(plan)
-    problems = check_files.missing_templates(plan, rows)
+    absent = check_rows.absent_columns(plan)
+    problems = [*check_files.missing_templates(plan, rows), *(text for found in absent.values() for text in found)]
     if not runnable:  # a run reads all rows and reports all that it refuses
-        problems += check_rows.unusable_rows(plan, rows)
+        problems += check_rows.unusable_rows(plan, {key: some for key, some in rows.items() if key not in absent})
     if problems:
         raise ConfigError(problems)
     shown = (*check_files.turn_end_warnings(plan, rows), *check_rows.plain_prompts(plan, rows))

@@ -1,6 +1,7 @@
 """Checks of the first rows of the data sets: rows that a run would refuse, and prompts that no template renders."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.teacher_files import SCHEMA
 from roll_opd.models.tokenizer_files import has_chat_template
 
+COLUMN_KEYS = ("messages", "prompt", "tag", "id", "ground_truth")  # keys of data_args that name a column
+TRUTH_OF_TASK = ("ground_truth", "task")
 ROWS_SEEN = 64  # rows read from each file
 Rows = Mapping[str, Sequence[Row | str]]  # section -> its first rows; a text is the reason why a row cannot be used
 
@@ -49,12 +52,52 @@ def _first_rows(data: DataPlan) -> list[Row | str]:
 def unusable_rows(plan: RunPlan, rows: Rows) -> list[str]:
     """Return a problem for each data set that a run would refuse because of its first rows."""
     problems = []
-    for key, data in data_sets(plan).items():
-        bad = [row for row in rows[key] if isinstance(row, str)]
-        if bad and (data.on_bad_row == "refuse" or len(bad) == len(rows[key])):
-            first = f"{len(bad)} of the first {len(rows[key])} rows cannot be used, such as {bad[0]}"
+    sets = data_sets(plan)
+    for key, some in rows.items():
+        bad = [row for row in some if isinstance(row, str)]
+        if bad and (sets[key].on_bad_row == "refuse" or len(bad) == len(some)):
+            first = f"{len(bad)} of the first {len(some)} rows cannot be used, such as {bad[0]}"
             problems.append(f"{key}.file_name: {first}; correct the rows, or name their columns in {key}")
     return problems
+
+
+def absent_columns(plan: RunPlan) -> Mapping[str, Sequence[str]]:
+    """Return the problems of each section that names a column that no row has, as a map: section -> problems.
+
+    The names that a section takes from the training data are not checked again. If the first rows lack a column, all
+    rows are read.
+    """
+    problems = {}
+    for key, data in data_sets(plan).items():
+        inherited = {} if data is plan.data else plan.data.columns
+        named = {name: column for name, column in data.columns.items() if column and inherited.get(name) != column}
+        # a workflow has other keys for the ground truth
+        wanted = {name: named[name] for name in COLUMN_KEYS if name in named and (name, data.schema) != TRUTH_OF_TASK}
+        with suppress(DataError, OSError):  # stated as an unusable row
+            if absent := _absent(data, frozenset(wanted.values())):
+                first = {name for file in data.files for name in _first_columns(file)}
+                problems[key] = [
+                    f"{key}.{name}: no row has the column {column!r}; name one of {', '.join(sorted(first))}, or remove"
+                    " the key"
+                    for name, column in wanted.items()
+                    if column in absent
+                ]
+    return problems
+
+
+def _absent(data: DataPlan, columns: frozenset[str]) -> frozenset[str]:
+    """Return those of `columns` that no row of the files has."""
+    for name in data.files if columns else ():
+        for _, _, value in open_file(name, columns_needed(data)).scan():
+            columns -= value.keys() if isinstance(value, dict) else frozenset()
+            if not columns:
+                return columns
+    return columns
+
+
+def _first_columns(file: str) -> set[str]:
+    rows = islice(open_file(file).scan(), ROWS_SEEN)
+    return {name for _, _, value in rows if isinstance(value, dict) for name in value}
 
 
 def plain_prompts(plan: RunPlan, rows: Rows) -> list[str]:

@@ -64,7 +64,8 @@ def test_tags_are_found_in_every_kind_of_file(root: Path) -> None:
 
 
 def test_columns_are_called_as_the_data_calls_them(root: Path, plan: Callable[..., RunPlan]) -> None:
-    (root / "train.jsonl").write_text(json.dumps({"q": "a", "kind": "math", "tag": "x"}) + "\n")
+    row = {"q": "a", "kind": "math", "tag": "x", "chat": [{"role": "user", "content": "a"}]}
+    (root / "train.jsonl").write_text(json.dumps(row) + "\n")
     held_out = {"validation": {"data_args": {"file_name": str(root / "train.jsonl"), "messages": "chat"}}}
     run = plan({f"{DATA}.prompt": "q", f"{DATA}.tag": "kind", f"{DATA}.id": "id", **held_out})
     assert run.data.columns == {"messages": "", "prompt": "q", "tag": "kind"}

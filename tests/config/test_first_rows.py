@@ -26,6 +26,23 @@ def test_a_plan_refuses_rows_that_a_run_refuses(plan: Plan, root: Path) -> None:
         plan({"on_bad_row": ...})
 
 
+def test_a_named_column_that_no_row_has_is_refused(plan: Plan, root: Path) -> None:
+    rows = ['{"prompt": "ab", "kind": "math"}'] * 99
+    column = "absent"
+    for name in ("messages", "prompt", "tag", "id", "ground_truth"):
+        (root / "train.jsonl").write_text("\n".join(rows))
+        for runnable in (True, False):  # otherwise a run would take the default, such as the tag math_rule
+            with pytest.raises(ConfigError) as caught:
+                plan({f"{TRAIN}.{name}": column}, runnable=runnable)
+            (problem,) = caught.value.problems
+            assert problem.startswith(f"{TRAIN}.{name}: ") and all(each in problem for each in (column, "kind"))
+        value = '[{"role": "user", "content": "a"}]' if name == "messages" else '"a"'
+        (root / "train.jsonl").write_text("\n".join([*rows, f'{{"prompt": "ab", "absent": {value}}}']))
+        if name != "prompt":  # the last row has it
+            plan({f"{TRAIN}.{name}": column})
+        plan({f"{TRAIN}.{name}": ...})
+
+
 def test_plain_prompts_are_stated_once_if_there_is_a_chat_template(plan: Plan, root: Path) -> None:
     def stated() -> list[str]:
         return [text for text in plan().warnings if "chat template" in text and TRAIN in text]
