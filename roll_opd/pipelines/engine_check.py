@@ -136,7 +136,9 @@ def _rows(evidence: EngineEvidence, found: Mapping[str, str]) -> list[Check]:
     """Return the rows of the preflight's table."""
     rows = {
         FOREIGN: f"mean {evidence.bias:+.2g} nats, z {evidence.z:+.2g}, {evidence.tokens:.0f} tokens",
-        DIFFERS: f"differ by {evidence.difference:.1e} of {evidence.compared:.0f} tokens",
+        DIFFERS: f"differ by {evidence.difference:.1e} at {evidence.compared:.0f} tokens"
+        if evidence.compared
+        else "not compared: tokens have importance weights",
     }
     sound = {
         FOREIGN: "mean of log-prob plus entropy under the student; 0 for its own samples",
