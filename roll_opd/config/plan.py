@@ -282,6 +282,7 @@ class RunPlan(RunKeys, RolloutKeys):
     env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
     chat_template_kwargs: FrozenDict = field(default_factory=FrozenDict)  # variables of the chat templates
     warnings: tuple[str, ...] = ()
+    plain_prompts: str = ""  # that one of `warnings` about prompts which no chat template renders
     refusals: tuple[str, ...] = ()  # why a run of this plan is refused on every machine; also in `warnings`
     memory: FrozenDict = field(
         default_factory=FrozenDict

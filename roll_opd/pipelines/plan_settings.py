@@ -31,6 +31,7 @@ NO_SETTINGS = {
         "exp_name",
         "title",
         "warnings",
+        "plain_prompts",
         "memory",
         "flops",
         "config_yaml",

@@ -212,6 +212,7 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
         demonstration_samples(answered, 0),
         may_be_student=run.plan.allow_self_teacher
         or run.resumed is not None,  # a trained student may equal its teacher
+        plain_prompts=run.plan.plain_prompts,
     )
 
 

@@ -121,9 +121,10 @@ def plan_config(
         problems += check_rows.unusable_rows(plan, {key: some for key, some in rows.items() if key not in absent})
     if problems:
         raise ConfigError(problems)
-    shown = (*check_files.turn_end_warnings(plan, rows), *check_rows.plain_prompts(plan, rows))
+    plain = check_rows.plain_prompts(plan, rows)
+    shown = (*check_files.turn_end_warnings(plan, rows), *filter(None, [plain]))
     warnings = (*diagnostics.warnings, *sentences, *shown)
-    return replace(plan, warnings=warnings, refusals=tuple(refusals))
+    return replace(plan, warnings=warnings, refusals=tuple(refusals), plain_prompts=plain)
 
 
 def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Diagnostics) -> RunPlan | None:

@@ -100,14 +100,14 @@ def _first_columns(file: str) -> set[str]:
     return {name for _, _, value in rows if isinstance(value, dict) for name in value}
 
 
-def plain_prompts(plan: RunPlan, rows: Rows) -> list[str]:
-    """Return a warning if prompts are plain texts although the student's tokenizer has a chat template."""
+def plain_prompts(plan: RunPlan, rows: Rows) -> str:
+    """Return a warning if prompts are plain texts although the student's tokenizer has a chat template, else ""."""
     if plan.workflow or not has_chat_template(Path(plan.student.model.path)):
-        return []
+        return ""
     plain = [key for key, some in rows.items() if any(isinstance(row, Row) and row.prompt is not None for row in some)]
     if not plain:
-        return []
-    return [
+        return ""
+    return (
         f"{' and '.join(plain)}: prompts that are plain texts are read without the student's chat template; write them"
         " as messages to use it"
-    ]
+    )

@@ -49,6 +49,7 @@ class TeacherPreflight:
         report: Callable[[str, Sequence[Check]], None],
         demonstrations: Sequence[Sample] = (),
         may_be_student: bool = False,
+        plain_prompts: str = "",
     ) -> None:
         """Create the preflight.
 
@@ -60,10 +61,12 @@ class TeacherPreflight:
             demonstrations: samples whose answers come from rows. They are scored too.
             may_be_student: whether a teacher may have the student's weights. A follower and a teacher with another
                 tokenizer or context may always have them.
+            plain_prompts: the plan's warning about prompts which no chat template renders, or "".
         """
         self._mode, self._student, self._report = mode, student, report
         self._may_be_student = may_be_student
         self._demonstrations = demonstrations
+        self._prompts = [Check("prompts", "plain texts", "warning", plain_prompts)] if plain_prompts else []
         self._left = list(teachers) if mode is not False else []
 
     async def check(self, experiences: Sequence[Sample], temperature: float) -> None:
@@ -78,6 +81,7 @@ class TeacherPreflight:
                 continue
             self._left.remove(teacher)
             rows = [*await self._check(teacher, chosen, temperature), *_preference(taught, teacher.plan.name)]
+            rows += self._prompts
             self._report(teacher.plan.name, rows)
             failed = next((row for row in rows if row.verdict == "failed"), None)
             if failed and self._mode != "warn":

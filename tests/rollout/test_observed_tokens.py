@@ -44,7 +44,7 @@ from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.samples.sharding import Packing, ShardedBatch
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
-from roll_opd.tracking.console import progress_line
+from roll_opd.tracking.console import Console, progress_line
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl
@@ -157,6 +157,7 @@ def test_observed_tokens_change_nothing(name: str, seed: int) -> None:
 
 
 DEMO = REPOSITORY / "examples/demo/models"
+PLAIN = "prompts that are plain texts"
 
 
 class Ranks:
@@ -197,9 +198,8 @@ def preflight_of(experiences: list[Sample], wild: bool) -> list[dict[str, Any]]:
     student, ranks = (Ranks(seed, experiences, wild) for seed in (1, 2))
     teacher_plan = replace(TEACHERS[0], source=megatron(DEMO / "teacher"))
     group: Any = student
-    preflight = TeacherPreflight(
-        "warn", group, (teacher_with(ranks, 320, teacher_plan),), lambda _, found: rows.extend(found)
-    )
+    teachers = (teacher_with(ranks, 320, teacher_plan),)
+    preflight = TeacherPreflight("warn", group, teachers, lambda _, found: rows.extend(found), plain_prompts=PLAIN)
     asyncio.run(preflight.check(experiences, 1.0))
     return [asdict(row) for row in rows]
 
@@ -214,7 +214,7 @@ def recorded(
     logger = RunLogger.__new__(RunLogger)
     plan: Any = SimpleNamespace(teachers=teachers, advantage_teachers=teachers, objective=objective)
     logger._plan, logger._run, logger.tokenizer = plan, run, load_tokenizer(str(DEMO / "student"))
-    logger._other_tokenizers = {}
+    logger._other_tokenizers, logger._console = {}, Console(2, frozen="teacher")
     taught = replace(objective, opd_topk_source="teacher")
     logger._plan.objective = taught
     for step in (1, 2):
@@ -266,6 +266,7 @@ def test_no_number_on_record_is_of_an_observed_token(name: str, tmp_path: Path) 
     checks = {row["check"]: row for row in plain["preflight"]}
     assert len(plain["metrics"]) > 20 and plain["report"]["samples"] and plain["game"]
     assert not teachers or ("mean log-prob, samples" in checks and plain["report"]["agreement"])
+    assert not teachers or (checks["prompts"]["verdict"], checks["prompts"]["meaning"]) == ("warning", PLAIN)
 
 
 @pytest.mark.parametrize("seed", range(3))
