@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from dataclasses import dataclass
 from functools import cache
 
 SLOTS = 2  # device slots without GPUs: two processes per role use the cores better than one, and start sooner than more
@@ -11,18 +12,28 @@ GPU_FILES = (NVIDIA_FILE, "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under WSL, A
 # for deterministic matrix products; cuBLAS reads it once, so every process starts with it
 CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # 8 buffers of 4 MiB, cuBLAS's default on Hopper
 DRIVER_SECONDS = 20.0  # the first query may initialize the driver
-# dense bf16 products, FLOP/s, by a part of the device's name; NVIDIA's data sheets. The first match counts
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H200": 989e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
+
+
+@dataclass(frozen=True)
+class Card:
+    """Peak rates of a GPU in its data sheet."""
+
+    flops: float  # dense bf16 products, FLOP/s
+    bandwidth: float  # of its memory, bytes/s
+
+
+# NVIDIA's data sheets, by a part of the device's name. The first match counts
+CARDS = {
+    "H100 PCIe": Card(756e12, 2.0e12),
+    "H100 NVL": Card(835e12, 3.9e12),
+    "H100": Card(989e12, 3.35e12),
+    "H800": Card(989e12, 3.35e12),
+    "H200": Card(989e12, 4.8e12),
+    "H20": Card(148e12, 4.0e12),
+    "B200": Card(2250e12, 8.0e12),
+    "A100": Card(312e12, 2.039e12),  # 80 GB, SXM
+    "A800": Card(312e12, 2.039e12),
+    "L40S": Card(362e12, 0.864e12),
 }
 
 
@@ -57,7 +68,7 @@ def has_nvidia_driver() -> bool:
 def peak_flops() -> float | None:
     """Return the peak FLOP/s of this machine's first NVIDIA GPU for dense bf16 products; None if it is unknown."""
     names = _queried("name")
-    return next((peak for part, peak in PEAK_FLOPS.items() if names and part in names[0]), None)
+    return next((card.flops for part, card in CARDS.items() if names and part in names[0]), None)
 
 
 def _gpu_mebibytes() -> list[int]:

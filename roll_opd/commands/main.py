@@ -54,6 +54,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         " generate=S,teacher=S,train=S,weight_sync=S[,spread=X,longest=X,fixed=X]"
     )
     parser.add_argument("--costs", metavar="COSTS", help=of_costs)
+    of_card = "estimate seconds per step from the rates in the data sheet of a card, such as H100"
+    parser.add_argument("--card", metavar="CARD", help=of_card)
     of_devices = "predict for these numbers of devices (default: the configuration's)"
     parser.add_argument("--devices", metavar="N[,N]", help=of_devices)
 
@@ -73,7 +75,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         say = (lambda text: None) if arguments.json else echo
         plan = load_plan(*configuration(arguments), **chosen, runnable=False, say=say)
         plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
-        advice = advice_for(plan, arguments.measured, arguments.costs, arguments.devices)
+        advice = advice_for(plan, arguments.measured, arguments.costs, arguments.devices, arguments.card)
     except ConfigError as error:
         echo(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR

@@ -1,6 +1,7 @@
 """Find the age bound and the split of devices that give the shortest step.
 
-The costs of a step are measured in a run or stated by the user. `roll-opd plan` prints the advice.
+The costs of a step are measured in a run, stated by the user, or estimated from the rates of a card. `roll-opd plan`
+prints the advice.
 """
 
 import math
@@ -14,6 +15,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.terminal import table, wrapped
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.async_advice import Prediction, Predictor, StepCosts, Work, fastest, spread_of
+from roll_opd.models.card_estimate import Estimate, estimate
 from roll_opd.tracking.run_directory import METRICS, read_jsonl
 
 SLOTS = 256  # answers that vLLM samples at the same time by default
@@ -38,13 +40,15 @@ class Advice:
     origin: str
     now: Prediction  # prediction for the configuration
     by_devices: Mapping[int, Sequence[Prediction]]
+    estimate: Estimate | None = None  # the parts of the costs, if these are estimated
 
     def to_json(self) -> dict[str, Any]:
         """Return the costs and the predictions as JSON types.
 
         The costs are in seconds. The predictions are for the configuration, and for each number of devices.
         """
-        return {
+        found = {"estimate": asdict(self.estimate)} if self.estimate else {}
+        return found | {
             "costs": {name: getattr(self.costs, field) for name, field in NUMBERS.items()},
             "configuration": asdict(self.now),
             "fastest": {devices: asdict(fastest(found)) for devices, found in self.by_devices.items() if found},
@@ -63,7 +67,8 @@ class Advice:
             rows += [_cells(one) for one in _by_bound(found)]
         lines += table(rows, width - 2, indent=0)
         lines += [self._sentence(devices, found) for devices, found in self.by_devices.items()]
-        return wrapped("\n  ".join(["Schedule (simulated)", *lines]), width)
+        schedule = "\n  ".join(["Schedule (simulated)", *lines])
+        return wrapped("\n\n".join([*([_estimate_text(self.estimate)] if self.estimate else []), schedule]), width)
 
     def _sentence(self, devices: int, found: Sequence[Prediction]) -> str:
         if not found:
@@ -77,7 +82,14 @@ class Advice:
         )
 
 
-def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices: str | None) -> Advice | None:
+def _estimate_text(found: Estimate) -> str:
+    lines = [f"{part}: {seconds:.3g} s" for parts in found.parts.values() for part, seconds in parts.items()]
+    return "\n  ".join([f"Seconds per step: {found.heading}; responses of full length", *lines])
+
+
+def advice_for(
+    plan: RunPlan, measured: str | None, stated: str | None, devices: str | None, card: str | None = None
+) -> Advice | None:
     """Return the advice for a plan, from the options of `roll-opd plan`; None if no costs are given.
 
     Args:
@@ -85,14 +97,17 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
         measured: directory of a run with measured costs.
         stated: costs in the form of `--costs`; stated costs take precedence over measured costs.
         devices: numbers of devices, separated by commas; None means the number of devices in `plan`.
+        card: name of a card in `hardware.CARDS`; the costs are estimated from its rates. Stated costs take precedence.
 
-    Raises ConfigError in three cases: the plan has no generation, costs are missing or unreadable, or the phases of the
-    measured run overlap.
+    Raises ConfigError in four cases: the plan has no generation, costs are missing or unreadable, they cannot be
+    estimated, or the phases of the measured run overlap.
     """
-    if not measured and not stated:
+    if not measured and not stated and card is None:
         if devices:
-            raise ConfigError([f"--devices {devices} needs costs; give --measured RUN_DIR or --costs {HOW}"])
+            raise ConfigError([f"--devices {devices} needs costs; give --card, --measured RUN_DIR or --costs {HOW}"])
         return None
+    if measured and card is not None:
+        raise ConfigError([f"--card {card} estimates what --measured {measured} has measured; give one of them"])
     numbers = [text.strip() for text in devices.split(",")] if devices else []
     if not all(text.isdecimal() and int(text) for text in numbers):
         raise ConfigError([f"--devices: {devices} are not numbers of devices; give numbers such as 8 or 8,64,512"])
@@ -100,13 +115,18 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
         raise ConfigError([f"the {plan.kind} pipeline generates nothing, so there is no schedule to advise on"])
     found = measured_costs(Path(measured), plan) if measured else {}
     origin = [f"medians of {measured}"] if measured else []
+    work, estimated = work_of(plan), None
+    if card is not None:
+        estimated = estimate(plan, card, work)
+        found = {STATED[name]: seconds for name, seconds in estimated.costs.items()} | {"spread": 0.0}
+        origin.append(estimated.heading)
     if stated:
         found |= stated_costs(stated)
         origin.append("stated")
     missing = [name for name, field in STATED.items() if field not in found]
     if missing:
         raise ConfigError([f"--costs: the costs {', '.join(missing)} are missing; give {HOW}, or --measured RUN_DIR"])
-    costs, work = StepCosts(**found), work_of(plan)
+    costs = StepCosts(**found)
     predictor = Predictor(costs, work)
     now = predictor.predict(work.engines, work.training, plan.async_generation_ratio, is_shared=work.is_shared)
     return Advice(
@@ -117,6 +137,7 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
             number: predictor.predictions(number)
             for number in dict.fromkeys([int(text) for text in numbers] or [work.devices])
         },
+        estimated,
     )
 
 
