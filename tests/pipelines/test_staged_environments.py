@@ -8,6 +8,8 @@ from runs import AGENTIC, Run, launch
 from safetensors.torch import load_file
 from stage import PURE, SHORT, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
+GROUP_SIZE = 4
+
 
 def settings_of(games: str, game: str, role: str) -> tuple[str, ...]:
     kept = [setting for setting in SHORT if not setting.startswith(("num_return", "rollout_batch", "deterministic"))]
@@ -20,7 +22,7 @@ def settings_of(games: str, game: str, role: str) -> tuple[str, ...]:
         "sequence_length=250",
         "deterministic=false",
         f"custom_envs={{Game: {{env_type: {game}, max_steps: 4, step_timeout: 2, env_config: {{}}}}}}",
-        "train_env_manager={tags: [Game], num_env_groups: 16, group_size: 4}",
+        f"train_env_manager={{tags: [Game], num_env_groups: 16, group_size: {GROUP_SIZE}}}",
         "~num_return_sequences_in_group",
         f"{role.replace('train', 'infer')}.generating_args.num_return_sequences=1",
         "logged_samples_per_step=64",
@@ -95,8 +97,9 @@ def test_faults_end_their_own_trajectory_alone(
     assert run.code == 0
     rows = run.rows("metrics.jsonl")[1:]
     assert len(rows) == steps
-    # a game that goes wrong is played once more, in case of an outage, and goes wrong in the same way
-    injected = Counter(note.partition("-")[0] for note in set(log.read_text().split()))
+    # the games of a group have one seed, and go wrong alike; each is played once more, in case of an outage
+    seeds = Counter(note.partition("-")[0] for note in set(log.read_text().split()))
+    injected = Counter({kind: GROUP_SIZE * number for kind, number in seeds.items()})
     assert len(injected) == 3 and injected.total() >= least
     counted: Counter[str] = Counter()
     for step, row in enumerate(rows, 1):
