@@ -32,7 +32,7 @@ EXIT_GRACE_S = 1.0  # seconds for processes to exit without a signal
 EXIT_POLL_S = 0.05  # seconds between scans for exited processes
 # Python's resource trackers, which remove the shared memory and semaphores of killed processes
 TRACKER, TRACKER_GRACE_S = "multiprocessing.resource_tracker", 5.0
-REMOVE, KEEP, IF_EMPTY, END = "+", "-", "?", "."  # first character of an input line
+REMOVE, KEEP, IF_EMPTY, COPY, END = "+", "-", "?", ">", "."  # first character of an input line
 MARK = "ROLL_OPD_GUARD"  # environment variable of the processes that are started inside a block
 RAYS_OWN = ("raylet", "gcs_server")  # names of the processes without which Ray ends the driver
 REAPER, REAPER_GRACE_S = "roll_opd.cluster.process_reaper", 15.0
@@ -58,6 +58,10 @@ class Reaper:
     def remove_if_empty(self, directory: Path) -> None:
         """Register a directory. The reaper removes the directory at the end, provided that it is empty then."""
         self._send(IF_EMPTY, directory, "")
+
+    def copy_at_the_end(self, directory: Path, to: Path) -> None:
+        """Register a directory that the reaper copies to the path `to` at the end, before it removes directories."""
+        self._write(f"{COPY}{directory}\0{to}\n")
 
     def announce_end(self) -> None:
         """State that this process itself prints why it ends."""
@@ -146,16 +150,18 @@ def watch(driver: int, preexisting: set[int], mark: str) -> None:
     older than the `with` block of `guarded`. `mark` is the value of `MARK` in the processes that are started inside the
     block. It identifies processes that were started between two scans, and whose parent has ended.
 
-    Each input line has an action and a glob pattern of directories. There are four actions: remove the directories at
-    the end, cancel an earlier removal, remove the directories at the end if they are empty, and note that the driver
-    itself prints why it ends.
+    Each input line has an action and a glob pattern of directories. There are five actions: remove the directories at
+    the end, cancel an earlier removal, remove the directories at the end if they are empty, copy a directory at the end
+    (the line has two paths), and note that the driver itself prints why it ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
     patterns: set[str] = set()
     if_empty: set[str] = set()
+    copies: set[str] = set()
     announced = threading.Event()
-    threading.Thread(target=_read_input, args=(patterns, if_empty, announced, ended), daemon=True).start()
+    sets = {REMOVE: patterns, IF_EMPTY: if_empty, COPY: copies}
+    threading.Thread(target=_read_input, args=(sets, announced, ended), daemon=True).start()
     spared = preexisting | {psutil.Process().pid}
     descendants: set[psutil.Process] = set()
     shared: set[str] = set()
@@ -178,6 +184,8 @@ def watch(driver: int, preexisting: set[int], mark: str) -> None:
     _end([process for process in others if process not in (*trackers, *reapers)], 0.0)  # started during the grace
     _end(trackers, TRACKER_GRACE_S)
     _end(reapers, REAPER_GRACE_S)
+    for pair in copies:
+        _copy(*pair.split("\0"))
     for directory in itertools.chain.from_iterable(map(glob.iglob, patterns)):
         _remove(Path(directory))
     for path in shared:
@@ -235,6 +243,14 @@ def _is_reaper(process: psutil.Process) -> bool:
         return False
 
 
+def _copy(directory: str, to: str) -> None:
+    try:
+        shutil.copytree(directory, to, symlinks=True, dirs_exist_ok=True)
+    except OSError as error:  # also shutil.Error, which has the files that could not be copied
+        with suppress(OSError):
+            print(f"warning: not all files of {directory} were copied to {to}: {error}"[:1000], file=sys.stderr)
+
+
 def _remove(directory: Path) -> None:
     """Remove a Ray session's directory. Also remove the link `session_latest` if its target is missing."""
     shutil.rmtree(directory, ignore_errors=True)
@@ -273,15 +289,16 @@ def _marked(mark: str) -> set[psutil.Process]:
     return found
 
 
-def _read_input(patterns: set[str], if_empty: set[str], announced: threading.Event, ended: threading.Event) -> None:
+def _read_input(sets: Mapping[str, set[str]], announced: threading.Event, ended: threading.Event) -> None:
+    """Add the rest of each input line to the set of its action."""
     for line in sys.stdin:
-        what, pattern = line[0], line[1:].rstrip("\n")
+        what, rest = line[0], line[1:].rstrip("\n")
         if what == END:
             announced.set()
         elif what == KEEP:
-            patterns.discard(pattern)
+            sets[REMOVE].discard(rest)
         else:
-            (patterns if what == REMOVE else if_empty).add(pattern)
+            sets[what].add(rest)
     ended.set()
 
 

@@ -31,11 +31,13 @@ def ray_cluster(
     devices_per_node: int,
     starting: StartupProgress | None = None,
     hosts: Hosts | None = None,
+    logs: Path | None = None,
 ) -> Iterator[None]:
     """Context manager: run Ray for one run, on all `hosts` if there are several.
 
     If RAY_ADDRESS is set, the run joins that cluster. Otherwise a cluster is started on this machine. The processes and
-    the session directory of a started cluster are removed when this process ends, even if SIGKILL ends it.
+    the session directory of a started cluster are removed when this process ends, even if SIGKILL ends it. Before that,
+    the logs of this machine's processes are copied to `<logs>/ray/<session>`.
 
     A started cluster offers the machine's GPUs and `devices_per_node` slots. Slots are the devices of machines without
     GPUs.
@@ -68,6 +70,8 @@ def ray_cluster(
                 started = _init("local", include_dashboard=False, **_offered(devices_per_node), **common)
             session = Path(started.address_info["session_dir"]).resolve()
             starting.logs = session / "logs"
+            if logs:
+                reaper.copy_at_the_end(starting.logs, logs / "ray" / session.name)
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(session)
                 reaper.cancel_removal(*placeholder)  # its pid may also exist in a container that shares /tmp

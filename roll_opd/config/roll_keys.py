@@ -16,7 +16,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 IGNORED_TOP = _names("""
-    logging_dir rollout_dump_dir checkpoint_config reward_pretrain base_dir rpc_timeout
+    rollout_dump_dir checkpoint_config reward_pretrain base_dir rpc_timeout
     local_rank profiler_timeline profiler_memory
     profiler_output_dir length_profiler_dir report_length_and_rewards
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock

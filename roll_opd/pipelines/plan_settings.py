@@ -28,6 +28,7 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that de
 NO_SETTINGS = {
     *(
         "output_dir",
+        "logging_dir",
         "exp_name",
         "title",
         "warnings",

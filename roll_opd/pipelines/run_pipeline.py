@@ -36,7 +36,7 @@ from roll_opd.pipelines.startup import Backend, begin
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.console import show_progress
 from roll_opd.tracking.run_directory import RunDirectory, checksum, lock_run
-from roll_opd.tracking.stdout_tee import StdoutTee, tee_output
+from roll_opd.tracking.stdout_tee import CONSOLE_LOG, StdoutTee, tee_output
 from roll_opd.tracking.trackers import Trackers
 
 
@@ -61,7 +61,8 @@ def _run(
     train = loop_of(plan.pipeline)
     resumed = inputs.resumed
     write_run_directory(directory.path)
-    tee.write_to(directory.path)
+    logs = _logs(plan, directory)
+    tee.write_to(directory.path, *filter(None, [logs]))
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps, inputs.began, inputs.history)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
     done = resumed.step if resumed else 0
@@ -81,7 +82,7 @@ def _run(
         check_reach(plan, starting)
         with (
             ending.before_the_loop(),
-            backend.cluster(plan, starting, hosts),
+            backend.cluster(plan, starting, hosts, logs),
             watched(ending.lose),
         ):
             ending.start_up_is_over()
@@ -120,6 +121,19 @@ def _run(
         if directory.has_begun and (ended_by := sys.exception()):
             logger.report(ended_by)
     logger.finish()
+
+
+def _logs(plan: RunPlan, directory: RunDirectory) -> Path | None:
+    """Make and return the run's directory in `logging_dir`, or return None without this key."""
+    if plan.logging_dir is None:
+        return None
+    logs = Path(plan.logging_dir).absolute() / f"{plan.exp_name}-{directory.path.name}"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / CONSOLE_LOG).open("a").close()
+    except OSError as error:
+        raise ConfigError([f"logging_dir: {os_sentence(error)}"]) from error
+    return logs
 
 
 def _full(error: Exception, directory: RunDirectory, ending: Ending) -> DiskFull | None:

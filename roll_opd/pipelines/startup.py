@@ -36,9 +36,11 @@ class Backend:
     """
 
     @contextmanager
-    def cluster(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Iterator[None]:
-        """Run the Ray cluster of the run inside the block."""
-        with runtime.ray_cluster(plan.devices_per_node, starting, hosts):
+    def cluster(
+        self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None, logs: Path | None
+    ) -> Iterator[None]:
+        """Run the Ray cluster of the run inside the block. Its logs are copied to `logs`."""
+        with runtime.ray_cluster(plan.devices_per_node, starting, hosts, logs):
             yield
 
     def devices(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Placement:

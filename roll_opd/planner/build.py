@@ -163,6 +163,7 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
         **shared(RunKeys, top),
         "eval_steps": top.eval_steps if validates else 0,
         "output_dir": output_dir,
+        "logging_dir": check_files.check_logging(top, exp_name),
         "exp_name": exp_name,
         "num_nodes": check_devices.nodes(roles.placed(), top),
         "devices_per_node": top.num_gpus_per_node,

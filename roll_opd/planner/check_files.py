@@ -24,6 +24,7 @@ from roll_opd.planner.teacher_context import follows, has_context
 
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 MAX_NAME_BYTES = 255  # bytes of a directory's name
+RUN_ID_BYTES = len("-20261121-034730-65677a")  # what follows exp_name in the name of a directory of logs
 
 
 def compare_models(roles: Roles, top: Run | None) -> None:
@@ -240,17 +241,39 @@ def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:
         top.diag.error("exp_name", f"{exp_name!r} is longer than the {MAX_NAME_BYTES} bytes of a directory's name")
     else:
         with top.diag.catching("output_dir"):
-            _check_place(top, expanded(top.output_dir).absolute() / exp_name, student)
+            place = _writable_place(top, "output_dir", expanded(top.output_dir).absolute() / exp_name)
+            _check_space(top, place, student)
     return os.path.expanduser(top.output_dir)
 
 
-def _check_place(top: Run, wanted: Path, student: ModelInfo | None) -> None:
+def check_logging(top: Run, exp_name: str) -> str | None:
+    """Return `logging_dir` with `~` expanded. This function also checks that the directory of the logs can be made."""
+    if top.logging_dir is None:
+        return None
+    with top.diag.catching("logging_dir"):
+        _writable_place(top, "logging_dir", expanded(top.logging_dir).absolute())
+    if MAX_NAME_BYTES - RUN_ID_BYTES < len(os.fsencode(exp_name)) <= MAX_NAME_BYTES:  # a longer one is refused anyway
+        top.diag.error(
+            "logging_dir",
+            f"<exp_name>-<run> is longer than the {MAX_NAME_BYTES} bytes of a directory's name; shorten exp_name",
+        )
+    return os.path.expanduser(top.logging_dir)
+
+
+def _writable_place(top: Run, key: str, wanted: Path) -> Path | None:
+    """Return the lowest existing directory of the path `wanted`, or None if `wanted` cannot be made there."""
     place = next(parent for parent in (wanted, *wanted.parents) if parent.exists())
     if not place.is_dir():
-        top.diag.error("output_dir", f"{place} is a file, so {wanted} cannot be made; choose another directory")
+        top.diag.error(key, f"{place} is a file, so {wanted} cannot be made; choose another directory")
     elif not os.access(place, os.W_OK | os.X_OK):
-        top.diag.unsupported_here("output_dir", f"{place} may not be written; choose another directory")
-    elif student is not None:
+        top.diag.unsupported_here(key, f"{place} may not be written; choose another directory")
+    else:
+        return place
+    return None
+
+
+def _check_space(top: Run, place: Path | None, student: ModelInfo | None) -> None:
+    if place is not None and student is not None:
         needed = student.parameters * CHECKPOINT_BYTES_PER_PARAMETER
         free = shutil.disk_usage(place).free
         if free < needed:

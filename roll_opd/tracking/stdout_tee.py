@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from roll_opd.base.failures import os_sentence
 from roll_opd.base.terminal import columns
 
 CONSOLE_LOG = "console.log"
@@ -40,9 +41,9 @@ def tee_output() -> Iterator["StdoutTee"]:
 
 
 class StdoutTee:
-    """Replaces standard output and standard error of this process, and copies both to a file.
+    """Replaces standard output and standard error of this process, and copies both to files.
 
-    `write_to` sets the file. `end` restores both streams.
+    `write_to` sets the files. `end` restores both streams.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,8 @@ class StdoutTee:
         self.warnings: list[str] = []
         self._lock = threading.RLock()
         self._lines: list[str] = []  # lines printed before `write_to`
-        self._file: Path | None = None
+        self._files: tuple[Path, ...] = ()
+        self._incomplete: set[Path] = set()  # files that lack a line, because a write failed
         self._ended = False
         self._has_live_line = False
         self._terminal = sys.stdout
@@ -62,10 +64,10 @@ class StdoutTee:
         """Whether standard output is a terminal in which a line can be updated in place."""
         return bool(self._terminal and self._terminal.isatty()) and os.environ.get("TERM") != "dumb"
 
-    def write_to(self, directory: Path) -> None:
-        """Write all output to the file `CONSOLE_LOG` in `directory`, including the output before this call."""
+    def write_to(self, *directories: Path) -> None:
+        """Write all output to the file `CONSOLE_LOG` in each directory, including the output before this call."""
         with self._lock:
-            self._file = directory / CONSOLE_LOG
+            self._files = tuple(directory / CONSOLE_LOG for directory in directories)
             self._add(self._lines)
             self._lines = []
 
@@ -105,11 +107,20 @@ class StdoutTee:
 
     def _add(self, lines: Sequence[str]) -> None:
         with self._lock:
-            if self._file is None:
+            if not self._files:
                 self._lines.extend(lines)
-            elif lines:
-                with suppress(OSError):  # other writers report a full disk
-                    append(self._file, lines)
+            for file in self._files if lines else ():
+                try:
+                    append(file, lines)
+                except OSError as error:
+                    self._warn_once(file, error)
+
+    def _warn_once(self, file: Path, error: OSError) -> None:
+        if file not in self._incomplete:
+            self._incomplete.add(file)
+            error.filename = error.filename or str(file)
+            self.warnings.append(f"lines are missing: {os_sentence(error)}")
+            self._copies[1].stream.write(f"{WARNING}{self.warnings[-1]}\n")
 
 
 class _Copy:

@@ -26,6 +26,8 @@ from pathlib import Path
 from roll_opd.cluster.process_reaper import guarded
 with guarded() as reaper:
     reaper.remove_at_the_end(Path(sys.argv[1]))
+    reaper.copy_at_the_end(Path(sys.argv[1]) / "logs", Path(sys.argv[1]).parent / "kept 1" / "ray")
+    reaper.copy_at_the_end(Path(sys.argv[1]) / "absent", Path(sys.argv[1]).parent / "kept 2")
     beside = Path(sys.argv[1]).parent / "a [b]"
     reaper.remove_at_the_end(beside, f"session_*_{sys.argv[4]}")
     reaper.remove_at_the_end(beside, "session_*")
@@ -42,7 +44,9 @@ with guarded() as reaper:
 @pytest.mark.parametrize("how", ["wait", "go"])
 def test_the_reaper_leaves_no_process_and_no_file(how: str, tmp_path: Path) -> None:
     session, latest = tmp_path / "session_1", tmp_path / "session_latest"
-    (session / "logs").mkdir(parents=True)
+    (session / "logs" / "old").mkdir(parents=True)
+    (session / "logs" / "old" / "raylet.out").write_text("a line\n")
+    (session / "logs" / "link").symlink_to("nowhere")
     matches, others = (tmp_path / "a [b]" / f"session_date_{pid}" for pid in (7, 77))
     for place in (matches, others):
         place.mkdir(parents=True)
@@ -61,6 +65,7 @@ def test_the_reaper_leaves_no_process_and_no_file(how: str, tmp_path: Path) -> N
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert others.exists()
+    assert (tmp_path / "kept 1/ray/old/raylet.out").read_text() == "a line\n"
 
 
 WRITER = """

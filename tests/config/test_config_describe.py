@@ -60,7 +60,7 @@ def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.
 
 
 def test_the_description_names_devices_batches_and_warnings(plan: Callable[..., Any]) -> None:
-    text = to_text(plan({"logging_dir": "x"}))
+    text = to_text(plan({"rollout_dump_dir": "x"}))
     assert "0-1: student_train, student_infer (take turns)" in text
     assert "8 prompts x 2 responses = 16 sequences per step, in 1 update(s) of 16" in text
     assert "Warnings\n  - these keys" in text

@@ -492,6 +492,18 @@ def test_output_dir_under_a_file(problems: Problems, root: Path) -> None:
     assert "train.jsonl is a file" in problems({"output_dir": str(root / "train.jsonl")})[0]
 
 
+def test_logging_dir_must_be_a_place_where_a_directory_can_be_made(
+    problems: Problems, plan: Callable[..., Any], root: Path
+) -> None:
+    assert plan().logging_dir is None
+    assert plan({"logging_dir": "logs"}).logging_dir == "logs" and not (root / "logs").exists()
+    long = {"exp_name": "a" * 250}  # a directory of logs has exp_name and the id of the run in its name
+    for changes in ({"logging_dir": str(root / "train.jsonl")}, {"logging_dir": " "}, {"logging_dir": "x", **long}):
+        (found,) = problems(changes)
+        assert found.startswith("logging_dir: "), found
+    plan({"logging_dir": ..., **long})
+
+
 def test_planning_writes_nothing(plan: Callable[..., Any], root: Path) -> None:
     plan()
     assert not (root / "output").exists()
@@ -501,8 +513,8 @@ def test_planning_writes_nothing(plan: Callable[..., Any], root: Path) -> None:
     ("changes", "parts"),
     [
         (
-            {"logging_dir": "x", "student_train.worker_cls": "roll.pipeline.rlvr.actor_worker.ActorWorker"},
-            ["no effect", "logging_dir", "of roles: worker_cls"],
+            {"rollout_dump_dir": "x", "student_train.worker_cls": "roll.pipeline.rlvr.actor_worker.ActorWorker"},
+            ["no effect", "rollout_dump_dir", "of roles: worker_cls"],
         ),
         ({"student_infer.generating_args.top_p": 0.9}, ["top_p 0.9", "the distribution after this change"]),
         ({"student_infer.generating_args.max_new_tokens": 49}, ["49 and the response length 48 differ", "the smaller"]),

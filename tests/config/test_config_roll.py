@@ -204,7 +204,7 @@ def test_single_teacher_form(root: Path, values: dict[str, Any]) -> None:
     assert run.data.template == run.validation.data.template == "qwen3"
     ignored = next(text for text in run.warnings if text.startswith("these keys"))
     for key in (
-        "logging_dir",
+        "rollout_dump_dir",
         "checkpoint_config",
         "data_args.preprocessing_num_workers",
         "of rewards: data_args, model_args",

@@ -43,7 +43,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "student_infer.device_mapping=[0]",
         f"max_steps={STEPS}",
         "logged_samples_per_step=64",
-        "logging_dir=x",  # has no effect, and so a warning
+        "rollout_dump_dir=x",  # has no effect, and so a warning
+        "logging_dir=logs",
     ]
 
     async def cell(output: io.StringIO) -> dict[str, Any]:
@@ -84,6 +85,11 @@ def test_a_run_leaves_everything_it_promises(run: Run) -> None:
     facts = json.loads((run.path / "run.json").read_text())
     assert facts["mode"] == "pure" and facts["machine"]["cores"] and facts["versions"]["torch"] and "ended" not in facts
     assert f"max_steps: {STEPS}" in (run.path / "config.yaml").read_text()
+    (logs,) = (run.path.parent.parent.parent / "logs").iterdir()
+    assert logs.name == f"mine-{run.path.resolve().name}"
+    assert (logs / "console.log").read_bytes() == (run.path / "console.log").read_bytes()
+    (session,) = (logs / "ray").iterdir()
+    assert {file.name for file in session.iterdir()} >= {"raylet.out", "gcs_server.out"}
 
 
 def test_a_run_shows_what_it_does_and_how_long_it_took(run: Run) -> None:
@@ -100,7 +106,7 @@ def test_a_run_shows_what_it_does_and_how_long_it_took(run: Run) -> None:
     assert _without_bars((run.path / "console.log").read_text()) == _without_bars(run.output)
     assert summary["val_accuracy_last"] is None
     assert f"validation accuracy         {summary['val_accuracy_first']:.4f}         -" in run.output
-    assert any("these keys" in text and "logging_dir" in text for text in summary["warnings"])
+    assert any("these keys" in text and "rollout_dump_dir" in text for text in summary["warnings"])
     for name in ("system/tps", "system/generate_tps", "system/memory_gib", "data/epoch", "tokens/step"):
         assert run.rows("metrics.jsonl")[STEPS][name] > 0, name
 

@@ -37,6 +37,22 @@ def test_all_output_is_in_the_console_log(tmp_path: Path, capsys: pytest.Capture
     assert "half a line\n\x1b[31mred\x1b[0m ü\nkeptafter it\n" in out and err == "an error\n"
 
 
+def test_a_second_log_has_the_same_lines_and_its_failure_is_a_warning(tmp_path: Path) -> None:
+    places = tmp_path / "run", tmp_path / "logs"
+    for place in places:
+        place.mkdir()
+    with tee_output() as tee:
+        print("a")
+        tee.write_to(*places)
+        print("b")
+        assert log(places[0]) == log(places[1]) == ["a", "b"] and not tee.warnings
+        (places[1] / CONSOLE_LOG).unlink()
+        places[1].rmdir()
+        print("c\nd")
+    assert log(places[0]) == ["a", "b", "c", "d"]
+    assert len(tee.warnings) == 1 and str(places[1]) in tee.warnings[0]
+
+
 def test_a_resumed_run_appends_to_the_log(tmp_path: Path) -> None:
     for part in ("first", "second"):
         with tee_output() as tee, tee_output() as inner:

@@ -42,6 +42,9 @@ class RunKeys(Section):
     """Keys of every pipeline whose values reach the plan unchanged."""
 
     output_dir: str = key("./output", "directory in which the run's directory <exp_name>/<run> is created")
+    logging_dir: str | None = key(
+        None, "directory in which a copy of the run's logs is written: <exp_name>-<run>/console.log and ray/"
+    )
     seed: Seed = key(42, "seed of sampling, row order and new weights")
     deterministic: bool = key(False, "every run gives bitwise equal results; this takes more time", OURS)
     logging_steps: Positive = key(1, "number of steps between two log lines on the console")
