@@ -115,7 +115,8 @@ def test_an_adapter_that_does_not_fit(
 
 def test_a_key_that_is_not_known_is_refused_unless_it_is_empty(tmp_path: Path) -> None:
     """For every key of the installed peft: its default is accepted, and a value outside of `HARMLESS` is named."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     keys = {key: getattr(value, "value", value) for key, value in peft.LoraConfig().to_dict().items()}
     keys = {"some_new_key": None, **keys, **adapter_config("base", 4, 6.0, ("q_proj",))}
     accepted = {"init_lora_weights": ["gaussian", "orthogonal", "eva", False]}
@@ -133,7 +134,9 @@ def test_a_key_that_is_not_known_is_refused_unless_it_is_empty(tmp_path: Path) -
 @pytest.mark.slow
 def test_the_layers_are_those_that_peft_wrote(tmp_path: Path) -> None:
     """For every form of `target_modules`, and keys that restrict it."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    import peft
+    import transformers
+
     config = transformers.AutoConfig.for_model(**SIZES)
     forms: list[tuple[dict[str, Any], set[str]]] = [
         ({"target_modules": r".*\.self_attn\.(q|v)_proj"}, {"q_proj", "v_proj"}),

@@ -30,7 +30,7 @@ from roll_opd.models.device_phases import (
 )
 
 TRAINER, ENGINES, REFERENCE = "train", "infer", "reference"
-ASKED = {  # phase -> what is asked in it, and the memory that this needs
+ASKED = {  # phase -> the call of this phase, and the parts in device memory that it needs
     Phase.RESTORE: [(TRAINER, "load", STATE)],
     Phase.WEIGHT_SYNC: [(TRAINER, "export_weights", WEIGHTS), (ENGINES, "load_weights", WEIGHTS)],
     Phase.GENERATE: [(ENGINES, "generate", SERVING)],
