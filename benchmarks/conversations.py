@@ -24,8 +24,6 @@ import numpy as np
 import ray
 from pipeline_run import REPOSITORY, machine
 
-from roll_opd.actors.engine_actor import RolloutWorker
-from roll_opd.actors.sampler import Sampler
 from roll_opd.base.frozen import freeze
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
@@ -39,6 +37,8 @@ from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.clock import PhaseClock
+from roll_opd.workers.engine_actor import RolloutWorker
+from roll_opd.workers.sampler import Sampler
 
 SLICE = 0.02  # seconds between two points of the timeline
 

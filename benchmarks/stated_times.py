@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from roll_opd.commands.run import main
-from roll_opd.roles.student_role import Student
+from roll_opd.workers.student import Student
 
 SECONDS = "STATED_SECONDS"
 _LEARN = Student.learn

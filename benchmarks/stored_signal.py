@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_opd.commands.run import main
-from roll_opd.roles.student_role import Student
 from roll_opd.samples.sample import Sample
+from roll_opd.workers.student import Student
 
 _LEARN = Student.learn
 

@@ -14,9 +14,6 @@ import torch
 from driver_cost import DriverCost
 from lengths import LONGEST, lengths_of
 
-from roll_opd.actors import megatron_actor
-from roll_opd.actors.sampler import Request
-from roll_opd.cluster.batched_calls import Answers
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.pipelines import start_roles
@@ -27,6 +24,9 @@ from roll_opd.samples.sharding import Packing, TrainResult
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import BucketMemory, bucketed
 from roll_opd.weight_sync.bucket_writer import BucketHost, Written
+from roll_opd.workers import megatron_actor
+from roll_opd.workers.batched_calls import Answers
+from roll_opd.workers.sampler import Request
 
 HIDDEN, VOCABULARY = 64, 256  # a real hidden state is much wider; see README.md
 LENGTHS = "DATA_PLANE_LENGTHS"  # environment variable of the engines

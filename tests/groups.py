@@ -26,7 +26,7 @@ GROUPS = (
     ("staged", "tests/pipelines/test_runs.py"),
     ("megatron", "tests/megatron_engine/*.py"),
     ("launches", "tests/pipelines/*.py"),
-    ("pools", "tests/roles/*.py"),
+    ("pools", "tests/workers/*.py"),
     ("engines", "tests/inference/*.py"),
 )
 EXPENSIVE_FILES = (  # of five CPU-seconds or ten seconds of waiting or more

@@ -23,12 +23,12 @@ FLOORS = {
     "roll_opd.commands": (11, "commands"),
     "roll_opd.pipelines": (10, "pipelines"),
     "roll_opd.rollout": (9, "rollout"),
-    "roll_opd.planner": (8, "planner"),  # reads facts from the rooms below
-    "roll_opd.roles": (8, "roles"),  # models of a run as the driver sees them
-    "roll_opd.actors": (7, "actors"),  # what runs in Ray's processes
+    "roll_opd.planner": (9, "planner"),  # reads facts from the rooms below
+    "roll_opd.teachers": (8, "teachers"),  # scorers, views, and checks of them
+    "roll_opd.workers": (7, "workers"),  # models and pools of a run: the driver's clients and Ray's actors
     "roll_opd.compat": (6, "compat"),  # configurations that are written for other projects
-    "roll_opd.teachers": (6, "teachers"),  # scorers, views, and checks of them
     "roll_opd.weight_sync": (6, "weight_sync"),
+    "roll_opd.workers.group": (5, "workers"),  # calls of actors, without their classes
     "roll_opd.workflows": (5, "workflows"),
     "roll_opd.megatron": (5, "megatron"),
     "roll_opd.cluster": (4, "cluster"),

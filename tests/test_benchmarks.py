@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.actors.engine_actor import RolloutWorker
-from roll_opd.actors.reward_actor import RewardWorker
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardSample
+from roll_opd.workers.engine_actor import RolloutWorker
+from roll_opd.workers.reward_actor import RewardWorker
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -176,7 +176,7 @@ def test_cpu_time_belongs_to_the_innermost_part(data_plane):
     inner = compile("frames['seen'] = sys._getframe()", "/x/roll_opd/samples/transport.py", "exec")
     outer = "def learn(code, names):\n    exec(code, names)\nlearn(code, names)"
     names = {"frames": frames, "sys": sys}
-    exec(compile(outer, "/x/roll_opd/roles/student_role.py", "exec"), {"code": inner, "names": names})
+    exec(compile(outer, "/x/roll_opd/workers/student.py", "exec"), {"code": inner, "names": names})
     assert driver_cost.part_of(frames["seen"]) == "updates"
     assert driver_cost.part_of(sys._getframe()) == driver_cost.REST
     assert driver_cost.memory()["RssAnon"] > 2**20

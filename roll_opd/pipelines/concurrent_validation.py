@@ -17,10 +17,10 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import start_workflow
 from roll_opd.pipelines.validation_runs import context_of, log_answers
-from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.rollout.validation import validate
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.versions import sampling_versions
+from roll_opd.workers.workflow_pool import WorkflowPool
 
 SECONDS = "val/seconds"  # duration of a validation during training
 

@@ -15,10 +15,10 @@ from roll_opd.objective.demonstrations import supervised_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.sft import supervised_loss
-from roll_opd.roles.student_role import Student
 from roll_opd.samples.sample import Sample, present, with_columns
 from roll_opd.teachers.scorer import TeacherScorer
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
+from roll_opd.workers.student import Student
 
 TRAINING_METRICS = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
 VALIDATION_METRICS = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_reward", "val/dpo/rejected_reward")

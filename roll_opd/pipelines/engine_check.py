@@ -13,9 +13,9 @@ from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.engine_options import CHECKED_OPTIONS
 from roll_opd.objective.engine_columns import evidence_in, evidence_of, marked
-from roll_opd.roles.student_role import Student
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check
+from roll_opd.workers.student import Student
 
 PREFLIGHT_TOKENS = 4096  # maximum response tokens of the samples that the preflight tests
 FOREIGN = "drawn from the student"

@@ -29,13 +29,13 @@ from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
-from roll_opd.teachers.target_refs import release
 from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.tracking.alignment_metrics import alignment_metrics
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.summary import FAILED_PROMPTS, FAILED_RATE, LEARNED_TOKENS
+from roll_opd.workers.target_refs import release
 
 Stage = Callable[[list[Sample]], list[Sample]]  # returns the same samples with other columns or metrics
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.full_disk import full_disk
 from roll_opd.base.terminal import warn
-from roll_opd.cluster.worker_progress import running_calls
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import TaskSource
 from roll_opd.data.templates import load_tokenizer
@@ -62,6 +61,7 @@ from roll_opd.tracking.summary import (
 )
 from roll_opd.tracking.system import TrainingFlops, memory_metrics, throughput_metrics
 from roll_opd.tracking.trackers import Trackers
+from roll_opd.workers.worker_progress import running_calls
 
 # settings on which the advantages of a sample depend
 OBJECTIVE_FIELDS = (

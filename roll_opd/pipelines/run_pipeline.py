@@ -15,11 +15,9 @@ from pathlib import Path
 from roll_opd.base.command_line import write_run_directory
 from roll_opd.base.failures import ConfigError, RunError, SkippedUpdates, os_sentence
 from roll_opd.base.full_disk import DiskFull, full_disk
-from roll_opd.cluster.group import watched
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartupProgress
 from roll_opd.cluster.waits import watchdog
-from roll_opd.cluster.worker_progress import running_calls
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
 from roll_opd.pipelines.check_user_code import loop_of
@@ -38,6 +36,8 @@ from roll_opd.tracking.console import show_progress
 from roll_opd.tracking.run_directory import RunDirectory, checksum, lock_run
 from roll_opd.tracking.stdout_tee import CONSOLE_LOG, StdoutTee, tee_output
 from roll_opd.tracking.trackers import Trackers
+from roll_opd.workers.group import watched
+from roll_opd.workers.worker_progress import running_calls
 
 
 def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None, backend: Backend | None = None) -> None:

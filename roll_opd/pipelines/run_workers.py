@@ -7,22 +7,22 @@ from pathlib import Path
 
 import numpy as np
 
-from roll_opd.actors.sampler import Sampler
-from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import ObjectivePlan, RunPlan
 from roll_opd.models.device_phases import Phase
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
-from roll_opd.roles.colocation import DeviceScheduler
-from roll_opd.roles.critic_role import Critic
-from roll_opd.roles.learner_role import ACTOR_METRICS
-from roll_opd.roles.reward_pool import RewardPool
-from roll_opd.roles.student_role import Student
 from roll_opd.samples.sample import Sample, present
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher, check_targets
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.tracking.console import Count
 from roll_opd.weight_sync.send_weights import stream
+from roll_opd.workers.colocation import DeviceScheduler
+from roll_opd.workers.critic import Critic
+from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.sampler import Sampler
+from roll_opd.workers.student import Student
+from roll_opd.workers.trained_model import ACTOR_METRICS
+from roll_opd.workers.worker_progress import Writing
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from roll_opd.rollout.runs import Batch, PendingRewards, roll_out
 from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.samples.sample import Sample, TargetRef, changed
 from roll_opd.teachers.frozen_models import FrozenModels
-from roll_opd.teachers.target_refs import release
+from roll_opd.workers.target_refs import release
 
 CANCELLED = frozenset({"sample", "reward"})  # calls that an interrupt ends early; other calls change the student
 END_THE_RUN = (ClusterError, ray.exceptions.RayActorError)  # a process has died

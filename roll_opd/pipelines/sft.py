@@ -13,9 +13,9 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.objective.demonstrations import supervised_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.roles.student_role import Student
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
+from roll_opd.workers.student import Student
 
 
 async def train(run: Run, workers: RunWorkers) -> None:

@@ -7,15 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roll_opd.actors.engine_actor import RolloutWorker
-from roll_opd.actors.megatron_actor import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
-from roll_opd.actors.reward_actor import RewardWorker
-from roll_opd.actors.sampler import Sampler
-from roll_opd.actors.workflow_actor import WorkflowWorker
 from roll_opd.base.user_modules import module_variables
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON
-from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import (
     AuxiliaryPlan,
@@ -34,16 +28,22 @@ from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_teachers import check_servers, external_scorer
-from roll_opd.roles.colocation import DeviceScheduler
-from roll_opd.roles.critic_role import Critic
-from roll_opd.roles.reward_pool import RewardPool
-from roll_opd.roles.student_role import Student
-from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scorer import TeacherScorer
 from roll_opd.teachers.view_of_teacher import view_of
 from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
+from roll_opd.workers.colocation import DeviceScheduler
+from roll_opd.workers.critic import Critic
+from roll_opd.workers.engine_actor import RolloutWorker
+from roll_opd.workers.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
+from roll_opd.workers.megatron_actor import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
+from roll_opd.workers.reward_actor import RewardWorker
+from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.sampler import Sampler
+from roll_opd.workers.student import Student
+from roll_opd.workers.workflow_actor import WorkflowWorker
+from roll_opd.workers.workflow_pool import WorkflowPool
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_interface import flag
 

@@ -23,8 +23,8 @@ from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import starts_beside_measurement
 from roll_opd.pipelines.validation_runs import measure_teachers
 from roll_opd.rewards.reward_registry import REWARDS
-from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.samples.sample import Sample
+from roll_opd.workers.reward_pool import RewardPool
 
 T = TypeVar("T")
 

@@ -2,13 +2,10 @@
 
 from collections.abc import Awaitable, Sequence
 
-from roll_opd.actors.sampler import Sampler
 from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start_roles import chunk_samples, teacher_as_student
-from roll_opd.roles.colocation import DeviceScheduler
-from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.rollout.workflow import SingleTurn, Workflow
@@ -16,6 +13,9 @@ from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Progress
+from roll_opd.workers.colocation import DeviceScheduler
+from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.sampler import Sampler
 
 
 async def measure(

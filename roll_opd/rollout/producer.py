@@ -25,12 +25,12 @@ from roll_opd.data.prompt_source import PASSED, MixedSource, Prompt, TaskSource
 from roll_opd.models.group_window import GroupWindow, Pace
 from roll_opd.objective.demonstrations import demonstration_samples
 from roll_opd.objective.filters import GroupFilter
-from roll_opd.roles.reward_pool import RewardPool
-from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.rollout.finished_groups import FinishedGroup, within_bound
 from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, Selection, roll_out
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, sampling_versions
+from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.workflow_pool import WorkflowPool
 
 # the run ends if the groups rejected for one batch are more than MAX_REJECTED times the groups of a batch, and more
 # than MIN_REJECTED

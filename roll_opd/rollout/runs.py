@@ -15,18 +15,18 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.actors.sampler import Sampler
 from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.objective.filters import GroupFilter
-from roll_opd.roles.reward_pool import RewardPool, RewardResult
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import sampling_versions, tokens_by_version
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
+from roll_opd.workers.reward_pool import RewardPool, RewardResult
+from roll_opd.workers.sampler import Sampler
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
-from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.metrics import validation_metrics
+from roll_opd.workers.reward_pool import RewardPool
 
 VALIDATION_DRAW = 2**31  # first draw number of validation, above all draw numbers of training
 

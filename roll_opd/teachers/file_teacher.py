@@ -13,7 +13,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.teacher_scores import TeacherScores, narrowed
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import logprobs_column
-from roll_opd.teachers.target_refs import hold
+from roll_opd.workers.target_refs import hold
 
 
 def scored_samples(rows: Sequence[Prompt], teacher: str) -> list[Sample]:

@@ -33,8 +33,8 @@ from roll_opd.teachers.answer_cache import FINGERPRINT, AnswerCache, request_key
 from roll_opd.teachers.fingerprint import Fingerprint
 from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
-from roll_opd.teachers.target_refs import hold, opened
 from roll_opd.teachers.tinker_endpoint import TinkerEndpoint
+from roll_opd.workers.target_refs import hold, opened
 
 STALLED = 60.0  # seconds without an answer before a warning
 CHECKED = 60.0  # seconds after which the model of the server is checked again

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup, gathered, gathered_and_held
-from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import FollowingPlan
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.scorer import EVERY_TARGET, LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.workers.group import FrozenGroup, Reference, WorkerGroup, gathered, gathered_and_held
+from roll_opd.workers.worker_progress import Writing
 
 
 @dataclass(frozen=True)

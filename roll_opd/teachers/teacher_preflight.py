@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.group import FrozenGroup
 from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelInfo, read_model
@@ -28,6 +27,7 @@ from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
+from roll_opd.workers.group import FrozenGroup
 
 PREFLIGHT_SAMPLES = 64  # maximum samples that student and teacher score, and maximum answers from rows
 RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # maximum scored action tokens per response, and maximum tokens of all samples

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from roll_opd.cluster.group import ActorGroup
 from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY
+from roll_opd.workers.group import ActorGroup
 
 
 class WeightSync(Protocol):

@@ -23,7 +23,7 @@ PACKAGE = "roll_opd."
 # builtins that do not call methods of their argument; builtins that access a named attribute
 OBJECT_BUILTINS, ATTRIBUTE_BUILTINS = ("isinstance", "type", "id", "hash"), ("getattr", "hasattr", "setattr")
 RUN = ("run", "run_async", "execute", "set_repeat_times")  # methods that only the runner calls
-RUNNER = "roll_opd.actors"  # calls the entry methods of a class
+RUNNER = "roll_opd.workers"  # calls the entry methods of a class
 TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
 TWINS |= {value: name for name, value in TWINS.items()}
 BY_KEYWORD = ("step_num",)  # arguments of hooks that are passed by keyword; all others are positional

@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from roll_opd.cluster import runtime
-from roll_opd.cluster.group import ActorGroup, watched
 from roll_opd.cluster.startup_progress import ProcessDied
+from roll_opd.workers.group import ActorGroup, watched
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import torch
 
 from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.megatron.critic import _loss as critic_loss
+from roll_opd.megatron.value_model import _loss as critic_loss
 from roll_opd.objective.loss import opd_loss
 
 LENGTHS = (4, 3, 5)

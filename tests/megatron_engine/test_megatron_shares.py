@@ -9,7 +9,7 @@ from roll_opd.objective.columns import loss_columns
 from roll_opd.samples.sample import Sample, TargetRef, changed
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.samples.sharding import Packing, shard_batch
-from roll_opd.teachers.target_refs import opened, with_targets
+from roll_opd.workers.target_refs import opened, with_targets
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEACHERS = [TeacherPlan("a", WORKER, 1.0), TeacherPlan("b", WORKER, 0.5)]

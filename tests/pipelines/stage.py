@@ -24,9 +24,9 @@ from roll_opd.pipelines import start_roles
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.startup import Backend
 from roll_opd.planner.build import load_plan
-from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.views import SameTokens
+from roll_opd.workers.reward_pool import RewardPool
 
 PURE, WITH_TEACHER = ("demo", "onpolicy_distill"), ("demo", "rlvr_opd")
 WITH_REWARD, WITH_CRITIC = ("demo", "rlvr"), ("demo", "ppo")

@@ -11,16 +11,16 @@ import ray
 from runs import Run
 from stage import CRITIC_SCHEDULE, REFERENCE, TEACHER, WITH_CRITIC, Stage, optimizer_of
 
-from roll_opd.actors.sampler import Sampler
-from roll_opd.cluster.group import gathered
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import ALL, members_of
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.samples.sample import Sample
 from roll_opd.weight_sync.send_weights import make_weight_sync
+from roll_opd.workers.colocation import DeviceScheduler
+from roll_opd.workers.group import gathered
+from roll_opd.workers.sampler import Sampler
 
 SHORT = (
     "deterministic=true",

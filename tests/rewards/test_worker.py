@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.actors import reward_actor as module
-from roll_opd.actors.reward_actor import RewardWorker
 from roll_opd.config.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.templates import load_tokenizer
@@ -18,6 +16,8 @@ from roll_opd.rollout.workflow import sample_of
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 from roll_opd.samples.transport import Compact
+from roll_opd.workers import reward_actor as module
+from roll_opd.workers.reward_actor import RewardWorker
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 

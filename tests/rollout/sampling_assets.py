@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.actors.sampler import Request
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import (
     Layout,
@@ -21,12 +20,13 @@ from roll_opd.config.plan import (
     TeacherPlan,
 )
 from roll_opd.inference.completion import Completion
-from roll_opd.roles.reward_pool import RewardResult
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.tracking.clock import PhaseClock
+from roll_opd.workers.reward_pool import RewardResult
+from roll_opd.workers.sampler import Request
 
 SAMPLING = SamplingPlan(n=3, max_new_tokens=4)
 

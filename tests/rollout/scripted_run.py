@@ -16,13 +16,11 @@ import pytest
 from sampling_assets import RewardPool, Watcher, written
 from scripted_loop import OUTSIDE, ScriptedLoop
 
-from roll_opd.actors.sampler import Sampler
 from roll_opd.config.plan import SamplingPlan, TeacherPlan
 from roll_opd.models.group_window import Pace
 from roll_opd.pipelines import concurrent_validation, rlvr, validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.roles.reward_pool import RewardResult
 from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.validation import validate
 from roll_opd.samples.sample import Sample
@@ -32,6 +30,8 @@ from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
 from roll_opd.weight_sync.send_weights import SharedMemorySync
+from roll_opd.workers.reward_pool import RewardResult
+from roll_opd.workers.sampler import Sampler
 
 HELD_OUT, BUCKETS = 1, 2
 SAMPLING = SamplingPlan(n=2, max_new_tokens=4)

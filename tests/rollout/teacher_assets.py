@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
-from roll_opd.roles.student_role import Student
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 from roll_opd.samples.sharding import Packing, ShardedBatch
@@ -19,6 +18,7 @@ from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.teachers.views import SameTokens
+from roll_opd.workers.student import Student
 
 
 @dataclass

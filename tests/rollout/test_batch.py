@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from sampling_assets import SAMPLING, Engine, RewardPool, Watcher, frozen_models, rollout_of, written
 
-from roll_opd.actors.sampler import Sampler
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import (
     SamplingPlan,
@@ -24,7 +23,6 @@ from roll_opd.config.plan import (
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.inference.completion import Completion
-from roll_opd.roles.reward_pool import RewardResult
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow import Model, Task, sample_of, sample_seed
@@ -32,6 +30,8 @@ from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.workers.reward_pool import RewardResult
+from roll_opd.workers.sampler import Sampler
 
 
 async def fill_batch(

@@ -14,11 +14,11 @@ from test_gate import BATCHES, GROUPS, learned, learner_of
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import RewardPlan
 from roll_opd.objective.filters import group_filter
-from roll_opd.roles.reward_pool import RewardResult
 from roll_opd.rollout.runs import Batch
 from roll_opd.rollout.workflow import Model, SingleTurn, Task
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import as_columns
+from roll_opd.workers.reward_pool import RewardResult
 
 PLAN = RewardPlan("math", (), on_error="replace")
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from roll_opd.actors.workflow_actor import Job, JobOutcome
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 from roll_opd.tracking.clock import PhaseClock
+from roll_opd.workers.workflow_actor import Job, JobOutcome
+from roll_opd.workers.workflow_pool import WorkflowPool
 
 BAD = JobOutcome(failure=("raised", "no idea"))
 MADE = Sample(

@@ -38,7 +38,6 @@ from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import contents
 from roll_opd.report.run_files import read_run
-from roll_opd.roles.critic_role import value_metrics
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.samples.sharding import Packing, ShardedBatch
@@ -49,6 +48,7 @@ from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl
 from roll_opd.tracking.summary import write_summary
+from roll_opd.workers.critic import value_metrics
 
 TEACHERS = [
     TeacherPlan(name, MegatronPlan(name, ModelPlan("m"), (0,), Layout(), MicroBatchLimits()), weight)

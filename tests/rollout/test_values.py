@@ -10,9 +10,9 @@ from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPl
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import audited
 from roll_opd.objective.columns import value_columns
-from roll_opd.roles.critic_role import value_metrics
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.workers.critic import value_metrics
 
 COEFFICIENT = 0.7
 TEACHER = TeacherPlan(

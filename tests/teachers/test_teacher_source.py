@@ -24,7 +24,7 @@ from roll_opd.planner.build import load_plan
 from roll_opd.planner.check_machine import warnings_here
 from roll_opd.planner.describe import to_json
 from roll_opd.planner.plan_text import objective_text, to_text
-from roll_opd.roles.colocation import DeviceScheduler
+from roll_opd.workers.colocation import DeviceScheduler
 
 URL = "http://teacher.example:8000"
 

@@ -15,11 +15,11 @@ from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.objective.audit import advantage_metrics, audited
 from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.mismatch import train_infer_metrics
-from roll_opd.roles.critic_role import value_metrics
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import log_ratio_metrics, opd_metrics, validation_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
+from roll_opd.workers.critic import value_metrics
 from roll_opd.workflows import Experience
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow, ModelTurn, Trajectory
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_opd.actors.sampler import Sampler
-from roll_opd.actors.workflow_actor import TIMEOUT, Job, JobOutcome
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
-from roll_opd.roles.ray_worker import RayWorker
-from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import logprobs_column
+from roll_opd.workers.ray_worker import RayWorker
+from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost
+from roll_opd.workers.sampler import Sampler
+from roll_opd.workers.workflow_actor import TIMEOUT, Job, JobOutcome
 
 MAX_AHEAD = 8  # the process for an engine may have this many more runs than the least loaded process
 TIMEOUT_GRACE_S = 60.0  # a process without an answer counts as stuck this many seconds after workflow_timeout

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.cluster.worker_progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TrainPlan
 from roll_opd.inference.engine_arguments import DTYPE_NAMES
 from roll_opd.models.device_phases import LEARNING, NOTHING, STATE, WEIGHTS, Part, Phase, needs
@@ -23,8 +22,9 @@ from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.sharding import DPShard, Packing
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
-from roll_opd.teachers.target_refs import hold, opened, with_targets
 from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
+from roll_opd.workers.target_refs import hold, opened, with_targets
+from roll_opd.workers.worker_progress import MicroBatches
 
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
@@ -332,7 +332,7 @@ class CriticWorker(_TrainableRank):
     """Rank of the critic."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
-        from roll_opd.megatron.critic import MegatronCritic
+        from roll_opd.megatron.value_model import MegatronCritic
 
         assert isinstance(plan, CriticPlan)
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
@@ -348,7 +348,7 @@ class CriticWorker(_TrainableRank):
         return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))
 
     def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
-        from roll_opd.megatron.critic import save_critic_hf
+        from roll_opd.megatron.value_model import save_critic_hf
 
         return save_critic_hf(self._engine, directory, later=later)
 

@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from roll_opd.actors.engine_actor import RolloutWorker
-from roll_opd.actors.megatron_actor import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.models.device_phases import Kind, Move, Phase, PhaseError, PhaseMachine, PhaseMember, State, needs_of
+from roll_opd.workers.engine_actor import RolloutWorker
+from roll_opd.workers.group import ActorGroup, WorkerGroup
+from roll_opd.workers.megatron_actor import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
 
 PROCESSES = {  # classes of the roles' processes; their methods declare the memory that they use
     Kind.STUDENT: TrainWorker,

@@ -12,9 +12,9 @@ import pytest
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.batched_calls import Answers
-from roll_opd.roles.ray_worker import RayWorker, next_answer
-from roll_opd.roles.resilient_pool import MAX_INITIAL_FAILURES, FailureLog, ResilientPool, WorkerLost, in_equal_shares
+from roll_opd.workers.batched_calls import Answers
+from roll_opd.workers.ray_worker import RayWorker, next_answer
+from roll_opd.workers.resilient_pool import MAX_INITIAL_FAILURES, FailureLog, ResilientPool, WorkerLost, in_equal_shares
 
 DIE, HANG, RAISE, WAIT, FORGET = "die", "hang", "raise", "wait", "forget"
 

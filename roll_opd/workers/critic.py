@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.group import gathered
 from roll_opd.config.plan import CriticPlan
 from roll_opd.objective.columns import value_columns
-from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
 from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
 from roll_opd.samples.sharding import ShardedBatch, shard_batch
 from roll_opd.tracking.metrics import statistics
+from roll_opd.workers.group import gathered
+from roll_opd.workers.trained_model import Learner, Update, optimizer_metrics, total
 
 CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from roll_opd.base.failures import SkippedUpdates
-from roll_opd.cluster.group import WorkerGroup
-from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import TrainPlan
 from roll_opd.samples.sharding import Assignment, ShardedBatch, TrainResult
 from roll_opd.tracking.console import Count
+from roll_opd.workers.group import WorkerGroup
+from roll_opd.workers.worker_progress import Writing
 
 SKIPS_ALLOWED = 3  # consecutive updates without a finite loss and gradient
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.cluster.group import Reference, gathered, gathered_and_held
 from roll_opd.config.plan import EngineCheckPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.engine_columns import engine_metrics, marked
 from roll_opd.objective.mismatch import check_staleness
-from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
 from roll_opd.samples.sample import Sample, TargetRef, shard_sample, with_columns
 from roll_opd.samples.sharding import ROUTER_LOSSES, ShardedBatch, shard_batch
+from roll_opd.workers.group import Reference, gathered, gathered_and_held
+from roll_opd.workers.trained_model import Learner, Update, optimizer_metrics, total
 
 
 class Student(Learner):

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.batched_calls import BatchedCalls
-from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.samples.transport import Compact
 from roll_opd.weight_sync.send_weights import WeightSync
+from roll_opd.workers.batched_calls import BatchedCalls
+from roll_opd.workers.group import ActorGroup
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
-from roll_opd.cluster.batched_calls import Answers
-from roll_opd.roles.outage import Outage
+from roll_opd.workers.batched_calls import Answers
+from roll_opd.workers.outage import Outage
 
 MAX_DEATHS = 3  # after this many lost workers, the job that they ran counts as the cause
 MAX_INITIAL_FAILURES = 32  # after this many failed jobs without a success, the setup counts as the cause

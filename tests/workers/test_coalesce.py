@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from roll_opd.cluster.batched_calls import coalesced
+from roll_opd.workers.batched_calls import coalesced
 
 
 async def numbers(count: int, seed: int, fails: bool = False) -> AsyncGenerator[int, None]:

@@ -8,9 +8,7 @@ from typing import Any, cast
 import pytest
 from ray.actor import ActorClass
 
-from roll_opd.actors.megatron_actor import TrainWorker
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.group import WorkerGroup
 from roll_opd.models.device_phases import (
     ALL,
     HOLDS,
@@ -28,7 +26,9 @@ from roll_opd.models.device_phases import (
     held_together,
     needs_of,
 )
-from roll_opd.roles.colocation import PROCESSES, DeviceScheduler
+from roll_opd.workers.colocation import PROCESSES, DeviceScheduler
+from roll_opd.workers.group import WorkerGroup
+from roll_opd.workers.megatron_actor import TrainWorker
 
 EVERYONE = (
     PhaseMember("student", Kind.STUDENT, frozenset({0, 1})),

@@ -8,8 +8,8 @@ import ray
 
 from roll_opd.samples.sample import TargetRef
 from roll_opd.samples.sharding import DPShard
-from roll_opd.teachers import target_refs
-from roll_opd.teachers.target_refs import hold, opened
+from roll_opd.workers import target_refs
+from roll_opd.workers.target_refs import hold, opened
 
 
 def arrays(number: int) -> dict[str, np.ndarray]:

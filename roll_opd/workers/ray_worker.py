@@ -9,9 +9,9 @@ from typing import Any
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.batched_calls import Answers
-from roll_opd.roles.resilient_pool import WorkerLost
 from roll_opd.samples.transport import Compact
+from roll_opd.workers.batched_calls import Answers
+from roll_opd.workers.resilient_pool import WorkerLost
 
 DIED, STUCK = "worker_died", "timeout"  # kinds of failures in metrics
 

@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_opd.actors.sampler import Sampler
-from roll_opd.actors.workflow_actor import Job, WorkflowWorker
 from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import (
     AuxiliaryPlan,
     Layout,
@@ -27,9 +24,12 @@ from roll_opd.config.plan import (
     WorkflowPlan,
 )
 from roll_opd.data.dataset import Prompt
-from roll_opd.roles.workflow_pool import WorkflowPool, near_engines
 from roll_opd.rollout.workflow import Task
 from roll_opd.samples.sample import Sample
+from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.sampler import Sampler
+from roll_opd.workers.workflow_actor import Job, WorkflowWorker
+from roll_opd.workers.workflow_pool import WorkflowPool, near_engines
 from roll_opd.workflows.plugins import find_workflow, load_plugins
 from roll_opd.workflows.workflow_experience import WorkflowError
 from roll_opd.workflows.workflow_interface import Workflow

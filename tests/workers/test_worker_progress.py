@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import ray
 
-from roll_opd.cluster import worker_progress
-from roll_opd.cluster.worker_progress import MicroBatches, running_calls
+from roll_opd.workers import worker_progress
+from roll_opd.workers.worker_progress import MicroBatches, running_calls
 
 
 @ray.remote

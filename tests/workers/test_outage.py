@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.batched_calls import Answers
-from roll_opd.roles import outage
-from roll_opd.roles.resilient_pool import ResilientPool, WorkerLost
+from roll_opd.workers import outage
+from roll_opd.workers.batched_calls import Answers
+from roll_opd.workers.resilient_pool import ResilientPool, WorkerLost
 
 FAILS = "the service is down"
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.actors.sampler import Request
-from roll_opd.cluster.batched_calls import coalesced
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import NOTHING, SERVING, WEIGHTS, Part, Phase, needs
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description
 from roll_opd.weight_sync.bucket_writer import BucketHost
+from roll_opd.workers.batched_calls import coalesced
+from roll_opd.workers.sampler import Request
 
 
 @ray.remote

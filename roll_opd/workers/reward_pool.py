@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import ray
 
-from roll_opd.actors.sampler import Sampler
 from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import RewardPlan
 from roll_opd.rewards.interface import Failure, Score, Scored
-from roll_opd.roles.ray_worker import RayWorker
-from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.reward_metrics import scoring_metrics
+from roll_opd.workers.ray_worker import RayWorker
+from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost
+from roll_opd.workers.sampler import Sampler
 
 NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on rewards
 LEFT_OUT = ("drop", "replace")  # values of on_error that leave a failed sample out of training

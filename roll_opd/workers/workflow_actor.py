@@ -18,10 +18,7 @@ from typing import Any
 
 import ray
 
-from roll_opd.actors.sampler import Sampler, SamplerEngines
 from roll_opd.base.frozen import thaw
-from roll_opd.cluster.batched_calls import Answers, coalesced
-from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_plain_tokenizer, load_tokenizer
@@ -29,6 +26,9 @@ from roll_opd.inference.tool_calls import find_parser
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
+from roll_opd.workers.batched_calls import Answers, coalesced
+from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.sampler import Sampler, SamplerEngines
 
 MAX_THREADS = 10_000  # a hung run keeps its thread
 MEMORY_POLL_S = 0.25  # seconds between checks of the process's memory

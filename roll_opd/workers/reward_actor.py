@@ -14,8 +14,6 @@ from zlib import crc32
 import numpy as np
 import ray
 
-from roll_opd.actors.sampler import Request
-from roll_opd.cluster.batched_calls import Answers, coalesced
 from roll_opd.config.plan import RewardPlan, RolloutPlan
 from roll_opd.data.templates import load_plain_tokenizer, load_tokenizer, token_ids
 from roll_opd.rewards.interface import RewardError, RewardSample, Scored
@@ -23,6 +21,8 @@ from roll_opd.rewards.reward_caller import Caller, weighted
 from roll_opd.rewards.reward_registry import resolve
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
+from roll_opd.workers.batched_calls import Answers, coalesced
+from roll_opd.workers.sampler import Request
 
 # The plan's `max_concurrency` limits calls. This limit is higher, because each hung call keeps its thread.
 MAX_THREADS = 10_000
