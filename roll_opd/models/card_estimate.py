@@ -22,8 +22,8 @@ from roll_opd.models.flops import TRAINED, TRAINED_ADAPTERS, forward_flops, keys
 from roll_opd.models.memory import BYTES
 from roll_opd.models.model_info import ModelInfo, read_model
 
-FLOPS_SHARE = 0.4  # an update on an H100 reaches 393 to 404 of 989 TFLOP/s (docs/gpu.md, "Speed on one H100")
-BANDWIDTH_SHARE = 0.6  # assumed: less than a copy, which reaches 3.0 of 3.35 TB/s on an H100 (docs/gpu.md)
+FLOPS_SHARE = 0.4  # an update on an H100 reaches 393 to 404 of 989 TFLOP/s (benchmarks/gpu_runs.md)
+BANDWIDTH_SHARE = 0.6  # assumed: less than a copy, which reaches 3.0 of 3.35 TB/s on an H100 (benchmarks/gpu_runs.md)
 
 
 @dataclass(frozen=True)

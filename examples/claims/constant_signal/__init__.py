@@ -40,7 +40,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     constants = [accuracy for name, accuracy in found.items() if not name.startswith("OPD")]
     return {
         "both constant signals stay below an accuracy of 0.1": max(constants) < 0.1,

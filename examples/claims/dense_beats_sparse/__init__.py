@@ -47,7 +47,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     shortest, *others = LENGTHS
     longest = others[-1]
     return {

@@ -124,7 +124,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     return {
         "no method keeps half of the old skill": (
             max(found[f"{arm} old skill"] for arm in ARMS) < found["old skill at the start"] / 2

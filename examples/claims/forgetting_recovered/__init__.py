@@ -94,7 +94,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     known, after = found["facts after fine-tuning"], "after fine-tuning"
     return {
         "fine-tuning takes at least half of the chains": found[f"chains {after}"] <= found["chains before"] / 2,

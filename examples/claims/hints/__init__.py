@@ -131,7 +131,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     kinds = ("rule", "own answer")
     return {
         "current weights: the accuracy rises and then falls": all(

@@ -130,7 +130,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     return {
         "the share of the main rule rises with reverse KL and falls with forward KL": (
             found["reverse main rule"] > found["start main rule"] > found["forward main rule"]

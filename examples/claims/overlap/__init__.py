@@ -126,7 +126,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     other, cold = "other notation", "other, cold start"
     return {
         "other notation: an overlap below 0.6": found[f"{other} first overlap"] < 0.6,

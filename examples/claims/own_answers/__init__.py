@@ -44,7 +44,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     few = f", {POOL} questions"
     return {
         f"{POOL} questions: OPD is better at both lengths": min(found[f"gap {length}{few}"] for length in LENGTHS) > 0,

@@ -42,6 +42,6 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     parts = (found["first 30 % accuracy"], found["last 30 % accuracy"])
     return {"first and last 30 % gain at most 0.6 of all": max(parts) <= 0.6 * found["all accuracy"]}

@@ -171,7 +171,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     sampled = max(found[f"{name} ratio"] for name in ("stored", "recomputed", "weighted"))
     return {
         "sampled tokens keep at most a half of their accuracy with fresh samples": sampled <= 0.5,

@@ -150,7 +150,7 @@ def holds(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def findings(found: Mapping[str, float]) -> dict[str, bool]:
-    """Return the inequalities that docs/evidence.md states."""
+    """Return the inequalities that benchmarks/claims.md states."""
     tail, truncated = "top-4, tail", "top-4, truncated"
     return {
         "variance of sampled tokens more than 5 times that of the top-k": found["variance ratio"] > 5,
