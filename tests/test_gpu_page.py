@@ -1,4 +1,4 @@
-"""The table of files that use CUDA (tests/README.md) is complete, and the versions of docs/gpu.md are the locked ones."""
+"""tests/README.md has all files that use CUDA, and the versions of docs/gpu.md are the locked ones."""
 
 import re
 from pathlib import Path
