@@ -22,7 +22,7 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "workers/resilient_pool.py": "rewards",
     "rollout/runs.py:added_to": "teacher chunks",
     "rollout/runs.py": "requests and completions",
-    "teachers/frozen_models.py": "teacher chunks",
+    "teachers/scoring.py": "teacher chunks",
     "teachers/megatron_teacher.py": "teacher chunks",
     "workers/student.py:compute_old_logprobs": "old log-probs",
     "workers/student.py:learn": "updates",

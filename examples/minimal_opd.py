@@ -16,7 +16,7 @@ gives one number per answer; a teacher gives one per token, so a few thousand an
 Data, advantage, loss and reward are the package's own functions. Everything else is simplified:
 
     here                                                  the real thing
-    one process on the CPU, one step after the other      roll_opd/pipelines/rlvr.py: the same loop over Ray workers
+    one process on the CPU, one step after the other      roll_opd/pipelines/distill.py: the same loop over Ray workers
     `generate` of transformers                            roll_opd/inference: vLLM, new weights after every update
     all logits [B, A, V] in memory, float32               roll_opd/megatron: tensor, pipeline and data parallelism
     prompts of one length, answers padded at the end      roll_opd/megatron/packing.py: any lengths, nothing padded

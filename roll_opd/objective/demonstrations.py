@@ -1,6 +1,6 @@
 """Make samples from rows with answers. They are used for SFT, for DPO, and as demonstrations in a step of the student.
 
-The student does not sample these answers. Demonstrations have neither rewards nor log-probs from frozen models.
+The student does not sample these answers. Demonstrations have neither rewards nor log-probs of teachers or reference.
 """
 
 from collections.abc import Iterable, Sequence

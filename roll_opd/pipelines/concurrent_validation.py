@@ -95,7 +95,7 @@ class ConcurrentValidation:
             with WAITS.of("the learner", f"the validation after step {step}"):
                 metrics, answers, seconds = await running.measuring
             check_versions(answers, step)
-            await log_answers(run, answers, step, readers=workers.frozen_models, turns=workers.turns)
+            await log_answers(run, answers, step, readers=workers.scorers, turns=workers.turns)
         self._running = None
         drained = self._workflow.drain_metrics() if self._workflow else {}
         of_runs = {name: value for name, value in drained.items() if name.startswith("val/")}

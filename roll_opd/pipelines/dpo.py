@@ -27,7 +27,7 @@ VALIDATION_METRICS = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_rewa
 async def train(run: Run, workers: RunWorkers) -> None:
     """Train from the first step, or from the step after the resumed checkpoint, to `plan.max_steps`."""
     plan, source = run.plan, run.source
-    student, reference, turns = workers.student, workers.frozen_models.reference, workers.turns
+    student, reference, turns = workers.student, workers.scorers.reference, workers.turns
     assert reference is not None
     await turns.enter(Phase.READ)
     held_out = await _with_reference(run.held_out, reference)

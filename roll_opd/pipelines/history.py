@@ -47,7 +47,7 @@ FIRST = (
 )
 SHARED = ("opd_kl_coef", "training_args.max_grad_norm")  # keys of sections that also exist at the top level
 
-# keys on which samples, their log-probs from frozen models or their rewards depend
+# keys on which samples, their log-probs of teachers and reference, or their rewards depend
 OF_SAMPLES = (
     r"(.*\.)?generating_args\..*|num_return_sequences_in_group|.*(prompt|response|sequence)_length|seed",
     r"(train_env_manager|custom_envs|workflow|rewards|opd_objective|opd_topk|teacher|rollout_temp).*",

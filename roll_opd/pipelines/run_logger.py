@@ -104,7 +104,7 @@ class RunLogger:
         self._source, self._tee, self._history = source, tee, history
         self._ledger = Ledger(run)
         self._flops = TrainingFlops(plan.student, plan.objective.ppo_epochs)
-        self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
+        self._console = Console(plan.max_steps, frozen=_word_for_scorers(plan))
         self._has_failed_prompts = False
         self._teachers: dict[str, Mapping[str, float]] = {}
         self._startup: dict[str, float] = {}
@@ -343,8 +343,8 @@ class RunLogger:
         }
 
 
-def _word_for_frozen_models(plan: RunPlan) -> str:
-    """Return the console's label for the time that the frozen models take."""
+def _word_for_scorers(plan: RunPlan) -> str:
+    """Return the console's label for the time that teachers and reference take."""
     words = [SHORT["teacher"]] if plan.teachers or not plan.reference else []
     return "+".join([*words, *(["reference"] if plan.reference else [])])
 

@@ -1,7 +1,7 @@
 """Run a pipeline to its last step: set up the run directory, Ray and the workers, and handle errors that end a run.
 
-A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`. `RunPlan.pipeline` is the name of a module
-in this package, or the path of a module of the user.
+A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`. `user_code.pipeline_module` finds the
+module of `RunPlan.pipeline`.
 """
 
 import gc

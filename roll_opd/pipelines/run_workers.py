@@ -12,8 +12,8 @@ from roll_opd.models.device_phases import Phase
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.samples.sample import Sample, present
-from roll_opd.teachers.frozen_models import FrozenModels, Teacher, check_targets
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
+from roll_opd.teachers.scoring import Scorers, Teacher, check_targets
 from roll_opd.tracking.console import Count
 from roll_opd.weight_sync.send_weights import stream
 from roll_opd.workers.colocation import DeviceScheduler
@@ -34,7 +34,7 @@ class RunWorkers:
 
     student: Student
     sampler: Sampler  # supervised runs have no engines
-    frozen_models: FrozenModels
+    scorers: Scorers
     critic: Critic | None
     followers: Sequence[Follower] = ()
     turns: DeviceScheduler = field(default_factory=DeviceScheduler)  # turns of the roles that share devices
@@ -138,9 +138,9 @@ class RunWorkers:
 
         `followers` are the teachers that have just received new weights.
         """
-        objective = self.frozen_models.targets_for
+        objective = self.scorers.targets_for
         if objective and objective.opd_objective == "full":
-            for teacher in self.frozen_models.teachers:
+            for teacher in self.scorers.teachers:
                 scorer = teacher.scorer
                 if isinstance(scorer, MegatronScorer) and scorer.group in [follower.group for follower in followers]:
                     await self._load_head(teacher)
@@ -154,8 +154,8 @@ class RunWorkers:
         """End all processes except the reward workers."""
         for sampler in filter(None, (self.sampler, self.validation_sampler)):
             await sampler.end()
-        scorers = [teacher.scorer for teacher in self.frozen_models.teachers]
-        for role in (self.student, self.critic, self.frozen_models.reference, *scorers):
+        scorers = [teacher.scorer for teacher in self.scorers.teachers]
+        for role in (self.student, self.critic, self.scorers.reference, *scorers):
             if role:
                 role.end()
 
@@ -165,12 +165,12 @@ class RunWorkers:
         Depending on the objective, this loads the output heads of teachers, or selects the targets and the top-k
         tokens.
         """
-        frozen_models = self.frozen_models
-        check_targets(frozen_models.teachers, objective)
+        scorers = self.scorers
+        check_targets(scorers.teachers, objective)
         if objective.opd_objective == "full":
-            for teacher in frozen_models.teachers:
+            for teacher in scorers.teachers:
                 await self._load_head(teacher)
         if objective.opd_objective != "sampled":
             proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
-            frozen_models = replace(frozen_models, targets_for=objective, student=self.student if proposes else None)
-        return replace(self, frozen_models=frozen_models)
+            scorers = replace(scorers, targets_for=objective, student=self.student if proposes else None)
+        return replace(self, scorers=scorers)

@@ -60,7 +60,7 @@ def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
 
 
 def logprobs_of(experience: Sample) -> dict[str, Any]:
-    """Return the log-probs of the sampler and of the frozen models. They are NaN at observed tokens."""
+    """Return the log-probs of the sampler, the teachers and the reference. They are NaN at observed tokens."""
     by_teacher = experience.teacher_logprobs.items()
     return {
         "rollout_logprobs": of_actions(experience, experience.rollout_logprobs),

@@ -29,8 +29,8 @@ from roll_opd.objective.audit import audited
 from roll_opd.objective.mismatch import check_staleness
 from roll_opd.objective.reference_kl import first_kl_coef
 from roll_opd.pipelines import session_arguments as arguments
+from roll_opd.pipelines.distill import rollouts_of, sample_metrics, with_advantages
 from roll_opd.pipelines.engine_check import EngineCheck
-from roll_opd.pipelines.rlvr import rollouts_of, sample_metrics, with_advantages
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.session_arguments import PURE
@@ -38,7 +38,7 @@ from roll_opd.pipelines.start_roles import start_workflow
 from roll_opd.rollout.runs import Batch, PendingRewards, roll_out
 from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.samples.sample import Sample, TargetRef, changed
-from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.workers.target_refs import release
 
 CANCELLED = frozenset({"sample", "reward"})  # calls that an interrupt ends early; other calls change the student
@@ -193,7 +193,7 @@ class SessionCalls:
                 "sample: the engines have discarded the weights of the last sampler.update, because they share devices"
                 " with the student, and the student has changed since then; call sampler.update first"
             )
-        context = replace(self._context, sampling=settings, frozen_models=FrozenModels(), reward_pools=())
+        context = replace(self._context, sampling=settings, scorers=Scorers(), reward_pools=())
         await self.workers.begin_generation(self.version)
         self._draws += len(rows)
         runs = {}
@@ -225,7 +225,7 @@ class SessionCalls:
     async def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with log-probs from the teachers and the reference policy."""
         assert self.rollout is not None
-        models = self.workers.frozen_models
+        models = self.workers.scorers
         if not (models.teachers or models.reference):
             raise ValueError("score: the configuration has neither a teacher nor a reference policy; add a teacher")
         await self.workers.turns.enter(Phase.READ)

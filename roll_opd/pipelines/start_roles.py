@@ -28,9 +28,9 @@ from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_teachers import check_servers, external_scorer
-from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scorer import TeacherScorer
+from roll_opd.teachers.scoring import Scorers, Teacher
 from roll_opd.teachers.view_of_teacher import view_of
 from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workers.colocation import DeviceScheduler
@@ -83,7 +83,7 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
     checks = check_servers(plan, teachers, placement.starting)
     await asyncio.gather(*starting, checks, *_setups(plan, placement, *learners, *own.values()))
     followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
-    workers = RunWorkers(student, Sampler(ActorGroup([])), FrozenModels(teachers, reference), critic, followers, turns)
+    workers = RunWorkers(student, Sampler(ActorGroup([])), Scorers(teachers, reference), critic, followers, turns)
     if rollout:
         engines = starting[0].result().engines
         parts = engines.split(plan.training_engines) if plan.validation_engines else (engines,)

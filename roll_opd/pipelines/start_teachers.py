@@ -9,10 +9,10 @@ from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import ExternalPlan, HttpPlan, RunPlan, TeacherPlan
 from roll_opd.models.model_info import read_model
 from roll_opd.teachers.answer_cache import AnswerCache
-from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.http_checks import check_server
 from roll_opd.teachers.http_teacher import HttpScorer
 from roll_opd.teachers.scorer import Target, TeacherScorer
+from roll_opd.teachers.scoring import Teacher
 
 
 def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan, answers: Path | None) -> HttpScorer:

@@ -10,8 +10,11 @@ PACKAGE = "roll_opd.pipelines"
 
 
 def pipeline_module(name: str) -> str:
-    """Return the module path of a pipeline. `name` is a module of this package or the path of a module of the user."""
-    inside = f"{PACKAGE}.{name}"
+    """Return the module path of a pipeline.
+
+    `name` is a module of this package, ROLL's name rlvr of the loop `distill`, or the path of a module of the user.
+    """
+    inside = f"{PACKAGE}.{'distill' if name == 'rlvr' else name}"
     return inside if "." not in name and find_spec(inside) else name
 
 

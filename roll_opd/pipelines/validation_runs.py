@@ -10,7 +10,7 @@ from roll_opd.rollout.runs import RolloutContext
 from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Progress
 from roll_opd.workers.colocation import DeviceScheduler
@@ -24,7 +24,7 @@ async def measure(
     sampler: Sampler,
     step: int = 0,
     by: str = STUDENT,
-    readers: FrozenModels | None = None,
+    readers: Scorers | None = None,
     workflow: Workflow | None = None,
     turns: DeviceScheduler | None = None,
 ) -> dict[str, float]:
@@ -64,7 +64,7 @@ async def log_answers(
     answers: Sequence[Sample],
     step: int,
     by: str = STUDENT,
-    readers: FrozenModels | None = None,
+    readers: Scorers | None = None,
     turns: DeviceScheduler | None = None,
 ) -> None:
     """Log some of the answers. `readers` compute log-probs of these answers."""

@@ -330,8 +330,8 @@ class _Production:
         context = self._of.context
         rewards, samples = PendingRewards(context), list(group.samples)
         if group.passed:
-            if any(map(context.frozen_models.lacks, samples)):
-                samples = await context.frozen_models.compute_logprobs(samples, context.sampling.temperature)
+            if any(map(context.scorers.lacks, samples)):
+                samples = await context.scorers.compute_logprobs(samples, context.sampling.temperature)
             for sample in samples:
                 if not sample.excluded:
                     rewards.request(sample)

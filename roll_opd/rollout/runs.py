@@ -1,9 +1,9 @@
-"""Run a workflow on several prompts concurrently, and collect samples with rewards and log-probs of frozen models.
+"""Run a workflow on several prompts concurrently, and collect samples with rewards and log-probs.
 
 Samples are scored while others are still being sampled. The rewards of a run are requested when the run ends. The
-rollout waits for these rewards only if a filter needs them. Frozen models score samples in chunks, in the order in
-which the runs of an engine end. If an engine is deterministic, this order does not depend on timing, so the same
-samples are always packed together. If groups run ahead and the learner waits, incomplete chunks are scored as well.
+rollout waits for these rewards only if a filter needs them. Teachers and reference score samples in chunks, in the
+order in which the runs of an engine end. If an engine is deterministic, this order does not depend on timing, so the
+same samples are always packed together. If groups run ahead and the learner waits, incomplete chunks are scored too.
 
 `Selection` chooses groups of runs. A `Batch` holds the samples of one training step.
 """
@@ -22,7 +22,7 @@ from roll_opd.objective.filters import GroupFilter
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import sampling_versions, tokens_by_version
-from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
 from roll_opd.workers.reward_pool import RewardPool, RewardResult
@@ -37,9 +37,9 @@ class RolloutContext:
     sampling: SamplingPlan
     reward_pools: Sequence[RewardPool]
     seed: int
-    chunk_samples: int  # number of samples that the frozen models score at a time
+    chunk_samples: int  # number of samples that teachers and reference score at a time
     clock: PhaseClock
-    frozen_models: FrozenModels = field(default_factory=FrozenModels)
+    scorers: Scorers = field(default_factory=Scorers)
     workflow: Workflow = field(default_factory=SingleTurn)
     is_eval: bool = False
     exclude_failed: bool = True  # leave out samples whose reward failed
@@ -102,8 +102,8 @@ async def roll_out(
     """Run the workflow `sampling.n` times on each prompt, and yield the result of each run when it ends.
 
     A result is a pair (number, samples). Run k of prompt p has the number p · n + k. The samples have the log-probs of
-    the frozen models. They are None if the run failed. Use this iterator in `aclosing`, so that running requests are
-    aborted if the iteration ends early.
+    teachers and reference. They are None if the run failed. Use this iterator in `aclosing`, so that running requests
+    are aborted if the iteration ends early.
 
     Args:
         first_draw: draw number of the first prompt. Group ids and sample seeds depend on the draw number.
@@ -114,8 +114,8 @@ async def roll_out(
     """
     n, sampler, temperature = context.sampling.n, context.sampler, context.sampling.temperature
     engines = [sampler.engine_of(first_group + number // n) for number in range(len(prompts) * n)]
-    logprobs = ChunkedLogprobs(context.frozen_models, temperature, context.chunk_samples, engines, urgent)
-    models = context.frozen_models
+    logprobs = ChunkedLogprobs(context.scorers, temperature, context.chunk_samples, engines, urgent)
+    models = context.scorers
     generated, read = Count("generated", len(engines)), Count("log-probs", len(engines))
     counts = [generated, *([read] if models.teachers or models.reference else []), rewards.scored]
 
@@ -124,7 +124,7 @@ async def roll_out(
         async def run(number: int) -> tuple[int, list[Sample] | None]:
             """Return (number, samples) of one run; samples is None if the run failed.
 
-            The samples have the log-probs of the frozen models. Their rewards may be pending.
+            The samples have the log-probs of teachers and reference. Their rewards may be pending.
             """
             position, attempt = divmod(number, n)
             task = Task(prompts[position], first_draw + position, attempt, n, context.is_eval)
@@ -154,14 +154,14 @@ async def roll_out(
 
 
 class ChunkedLogprobs:
-    """Computes log-probs of frozen models for chunks of samples.
+    """Computes log-probs of teachers and reference for chunks of samples.
 
     The samples of an engine are put into chunks in the order in which its runs end.
     """
 
     def __init__(
         self,
-        models: FrozenModels,
+        models: Scorers,
         temperature: float,
         chunk: int,
         engines: Sequence[int],
@@ -220,9 +220,9 @@ class ChunkedLogprobs:
 def _timed(context: RolloutContext) -> Iterator[ExitStack]:
     """Count time as the phase `generate` until the yielded stack is closed.
 
-    After that, time counts as the phase `teacher`, or as the phase `reward` if there are no frozen models.
+    After that, time counts as the phase `teacher`, or as the phase `reward` if there are no scorers.
     """
-    models = context.frozen_models
+    models = context.scorers
     with ExitStack() as generating:  # while both phases are open, the time counts for the first
         generating.enter_context(context.clock.phase("generate"))
         with context.clock.phase("teacher" if models.teachers or models.reference else "reward"):

@@ -8,7 +8,7 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.metrics import validation_metrics
 from roll_opd.workers.reward_pool import RewardPool
 
@@ -26,7 +26,7 @@ async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[
 
 
 async def read_answers(
-    models: FrozenModels, answers: Sequence[Sample], sampling: SamplingPlan, most_tokens: int
+    models: Scorers, answers: Sequence[Sample], sampling: SamplingPlan, most_tokens: int
 ) -> list[Sample]:
     """Return the answers with log-probs of the teachers and of the reference policy.
 

@@ -52,17 +52,17 @@ COLUMNS = {
         "f32",
     ),
     "ref_logprobs": Column(
-        "log-probs of the frozen reference policy", "FrozenModels", "KL loss, token-level KL", "f32", "f32"
+        "log-probs of the frozen reference policy", "Scorers", "KL loss, token-level KL", "f32", "f32"
     ),
     "TEACHER/logprobs": Column(
         "log-probs of a teacher, for samples with its tags",
-        "FrozenModels, or a workflow",
+        "Scorers, or a workflow",
         "objective.columns, audit, metrics",
         "f32",
     ),
     "TEACHER/chunks": Column(
         "if tokenizers differ: index of the first token that shares the token's credit; -1 without credit",
-        "FrozenModels",
+        "Scorers",
         "objective.columns, audit, policy loss, metrics",
         "i32",
         "i32",

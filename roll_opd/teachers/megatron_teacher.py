@@ -1,4 +1,4 @@
-"""Teachers that are Megatron roles of the run: frozen models, and EMAs or copies of the student."""
+"""Teachers that are Megatron roles of the run: frozen, EMA teachers, and copies of the student."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

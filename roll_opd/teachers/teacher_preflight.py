@@ -22,9 +22,9 @@ from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import chunks_column
 from roll_opd.teachers.coverage import coverage_checks
-from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
 from roll_opd.workers.group import FrozenGroup

@@ -31,7 +31,7 @@ ETA_STEPS = 20  # number of last steps from whose mean duration the remaining ti
 PHASE_TEXTS = {
     None: "between phases",
     "generate": "generating",
-    "teacher": "log-probs of frozen models",
+    "teacher": "log-probs of teachers and reference",
     "old_logprobs": "old log-probs",
     "values": "values of the critic",
     "reward": "waiting for rewards",
@@ -53,7 +53,7 @@ class Console:
         Args:
             total_steps: number of steps of the run.
             stream: where to print; standard output by default.
-            frozen: label for the time of frozen models, such as teachers or a reference policy.
+            frozen: label for the time of teachers and reference.
         """
         self._total = total_steps
         self._stream = stream

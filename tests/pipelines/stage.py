@@ -24,7 +24,7 @@ from roll_opd.pipelines import start_roles
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.startup import Backend
 from roll_opd.planner.build import load_plan
-from roll_opd.teachers.frozen_models import Teacher
+from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.views import SameTokens
 from roll_opd.workers.reward_pool import RewardPool
 
@@ -105,7 +105,7 @@ class Stage(Backend):
         return self.started[settings]
 
     async def workers(self, plan: RunPlan, placement: Placement, answers: Path) -> RunWorkers:
-        there, frozen_models = self._workers, self._workers.frozen_models
+        there, scorers = self._workers, self._workers.scorers
         for role in ("student", "reference", "critic"):
             wanted, found = (getattr(whole, role) for whole in (plan, self._plan))
             assert wanted is None or worker_settings(wanted) == worker_settings(found)
@@ -114,10 +114,10 @@ class Stage(Backend):
         taking_part = RunWorkers(
             student=replace(there.student, plan=plan.student),
             sampler=there.sampler,
-            frozen_models=replace(
-                frozen_models,
+            scorers=replace(
+                scorers,
                 teachers=tuple(self._teacher(teacher) for teacher in plan.teachers),
-                reference=frozen_models.reference if plan.reference else None,
+                reference=scorers.reference if plan.reference else None,
             ),
             critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
         )
@@ -149,8 +149,8 @@ class Stage(Backend):
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """Return the started frozen role that has the settings of this teacher; it may be the reference policy."""
-        started = ((self._plan.teachers[0].source, self._workers.frozen_models.teachers[0]),)
-        started += ((self._plan.reference, self._workers.frozen_models.reference),)
+        started = ((self._plan.teachers[0].source, self._workers.scorers.teachers[0]),)
+        started += ((self._plan.reference, self._workers.scorers.reference),)
         wanted = worker_settings(plan.source)
         (role,) = (role for worker, role in started if worker_settings(worker) == wanted)
         scorer = getattr(role, "scorer", role)  # of a teacher, or the reference policy itself

@@ -9,7 +9,7 @@ import pytest
 from runs import SMALL, Run, launch
 from stage import PURE, SHORT, WITH_TEACHER, Stage, optimizer_of
 
-from roll_opd.pipelines import rlvr
+from roll_opd.pipelines import distill
 from roll_opd.rollout.producer import Rollouts
 
 ROW, LOGPROBS = "drawn from the student", "log-probs of the engine"
@@ -32,14 +32,14 @@ def verdicts(run: Run) -> dict[str, str]:
 
 def samples_with(monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> None:
     """Let the engine sample with other settings than the run's plan."""
-    original = rlvr.rollouts_of
+    original = distill.rollouts_of
 
     def rollouts_of(*args: Any) -> Rollouts:
         made = original(*args)
         made.context = replace(made.context, sampling=replace(made.context.sampling, **sampling))
         return made
 
-    monkeypatch.setattr(rlvr, "rollouts_of", rollouts_of)
+    monkeypatch.setattr(distill, "rollouts_of", rollouts_of)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from stage import PURE, SHORT, Stage, optimizer_of
 
 from roll_opd.config.plan import TeacherPlan
-from roll_opd.teachers.frozen_models import Teacher
+from roll_opd.teachers.scoring import Teacher
 
 STEPS = 2
 OF_THE_TEACHER = ("opd/teacher_logprob", "opd/reverse_kl/mean")

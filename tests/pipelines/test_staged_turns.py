@@ -59,7 +59,7 @@ class Taking:
         there, members = await self._workers(plan, placement, answers), members_of(plan)
         turns = DeviceScheduler(members).everywhere()
         assert plan.rollout is not None
-        models = there.frozen_models
+        models = there.scorers
         found = {there.student.plan.name: there.student.group, plan.rollout.name: there.sampler.engines}
         found |= {plan.serving(teacher.plan.source).name: teacher.scorer.group for teacher in models.teachers}
         if there.critic:
@@ -83,7 +83,7 @@ class Taking:
                 engines, make_weight_sync(SHARED_MEMORY, student.group, engines, plan.rollout.model.dtype, 1)
             ),
             critic=there.critic and replace(there.critic, group=joined[there.critic.plan.name]),
-            frozen_models=replace(
+            scorers=replace(
                 models, teachers=teachers, reference=reference, student=student if models.student else None
             ),
             turns=turns,

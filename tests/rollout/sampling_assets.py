@@ -22,8 +22,8 @@ from roll_opd.config.plan import (
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Request
@@ -127,10 +127,10 @@ class RewardPool:
         return RewardResult("math", float(experience.response_tokens.sum() % 2))
 
 
-def frozen_models(log: list[str], slowness: int = 1, fails: bool = False) -> FrozenModels:
-    return FrozenModels(teachers=[Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)])
+def scorers(log: list[str], slowness: int = 1, fails: bool = False) -> Scorers:
+    return Scorers(teachers=[Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)])
 
 
-def rollout_of(engine: Engine, watchers: FrozenModels, pool: RewardPool | None = None) -> RolloutContext:
+def rollout_of(engine: Engine, watchers: Scorers, pool: RewardPool | None = None) -> RolloutContext:
     pools = [pool or RewardPool(seed=3)]
-    return RolloutContext(engine, SAMPLING, pools, seed=7, chunk_samples=4, clock=PhaseClock(), frozen_models=watchers)
+    return RolloutContext(engine, SAMPLING, pools, seed=7, chunk_samples=4, clock=PhaseClock(), scorers=watchers)

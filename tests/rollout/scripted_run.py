@@ -1,4 +1,4 @@
-"""A run of `pipelines.rlvr.train` whose parts outside of the driver are scripted.
+"""A run of `pipelines.distill.train` whose parts outside of the driver are scripted.
 
 The real ones are: the loop of the pipeline, the producer and its gate, rollouts with their scorer and rewards, the
 sampler's sessions, validation, the weight sync through shared memory, and `Run`. Scripted are the actors behind them,
@@ -18,15 +18,15 @@ from scripted_loop import OUTSIDE, ScriptedLoop
 
 from roll_opd.config.plan import SamplingPlan, TeacherPlan
 from roll_opd.models.group_window import Pace
-from roll_opd.pipelines import concurrent_validation, rlvr, validation_runs
+from roll_opd.pipelines import concurrent_validation, distill, validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.validation import validate
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.versions import concatenated
-from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
 from roll_opd.weight_sync.send_weights import SharedMemorySync
@@ -240,13 +240,13 @@ def differ(group: list[Sample]) -> bool:
 
 
 async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.MonkeyPatch) -> Records:
-    """Train with `rlvr.train`; return the records of the run."""
+    """Train with `distill.train`; return the records of the run."""
     records, student, engines = Records(loop, case), Student(loop), Engines(loop, case)
     sampler = Sampler(engines, SharedMemorySync(student, engines, "fp32"))  # type: ignore[arg-type]
     pools = (ScriptedRewards(loop),)
     measured = loop.create_future()
     measured.set_result(None)
-    models = FrozenModels(teachers=[ScriptedTeacher(loop)])
+    models = Scorers(teachers=[ScriptedTeacher(loop)])
     workers = RunWorkers(student, sampler, models, None, reward_pools=pools, teachers_measured=measured)  # type: ignore[arg-type]
     if case.is_reserved:
         reserved = Engines(loop, replace(case, engines=1))
@@ -315,6 +315,6 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
         "_group_filter": lambda _: filters[case.filters],
         "gc": SimpleNamespace(collect=lambda: 0),
     }.items():
-        patch.setattr(rlvr, name, value)
-    await rlvr.train(run, workers)
+        patch.setattr(distill, name, value)
+    await distill.train(run, workers)
     return records

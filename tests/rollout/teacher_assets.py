@@ -13,8 +13,8 @@ from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPl
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 from roll_opd.samples.sharding import Packing, ShardedBatch
-from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.megatron_teacher import MegatronScorer
+from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.teachers.views import SameTokens

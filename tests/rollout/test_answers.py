@@ -12,8 +12,8 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.rollout.validation import first_answers, read_answers
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
-from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.teachers.scoring import Scorers, Teacher
 
 
 def answer(number: int, tag: str = "a", length: int = 3) -> Sample:
@@ -68,14 +68,14 @@ def test_the_first_answers_of_evenly_spread_prompts(prompts: int, samples: int, 
 
 def test_who_reads_which_answer() -> None:
     """Each teacher reads the answers of its tags; no teacher reads answers longer than in training."""
-    models = FrozenModels(cast(Sequence[Teacher], (Reader("a"), Reader("b"))))
+    models = Scorers(cast(Sequence[Teacher], (Reader("a"), Reader("b"))))
     answers = [answer(0, "a"), answer(1, "b"), answer(2, "c"), answer(3, "a", length=9)]
     for temperature, expected in ((0.0, 1.0), (0.7, np.float32(0.7))):
         read = asyncio.run(read_answers(models, answers, SamplingPlan(temperature=temperature), 8))
         assert [one.id for one in read] == ["0", "1", "2", "3"]
         found = [{name: set(values.tolist()) for name, values in one.teacher_logprobs.items()} for one in read]
         assert found == [{"of a": {expected}}, {"of b": {expected}}, {}, {}]
-    assert asyncio.run(read_answers(FrozenModels(), answers, SamplingPlan(), 8)) == answers
+    assert asyncio.run(read_answers(Scorers(), answers, SamplingPlan(), 8)) == answers
     assert (
         asyncio.run(read_answers(replace(models, teachers=models.teachers[1:]), answers[:1], SamplingPlan(), 8))
         == answers[:1]
@@ -86,6 +86,6 @@ def test_a_teacher_with_a_hint_reads_no_held_out_answer() -> None:
     """Held-out rows need not have the columns of the hint, and an answer that no teacher reads is no error."""
     hinted = Reader("a", context="a hint")
     for teachers in ((hinted,), (hinted, Reader("b"))):
-        models = FrozenModels(cast(Sequence[Teacher], teachers))
+        models = Scorers(cast(Sequence[Teacher], teachers))
         (read,) = asyncio.run(read_answers(models, [answer(0, "a")], SamplingPlan(), 8))
         assert not read.teacher_logprobs

@@ -1,4 +1,4 @@
-"""The order of samples in a batch: the engine finishes in any order, and frozen models take any time.
+"""The order of samples in a batch: the engine finishes in any order, and teachers take any time.
 
 Engines, teachers and reward workers themselves are tested elsewhere; here only their interface is needed.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling_assets import SAMPLING, Engine, RewardPool, Watcher, frozen_models, rollout_of, written
+from sampling_assets import SAMPLING, Engine, RewardPool, Watcher, rollout_of, scorers, written
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import (
@@ -28,8 +28,8 @@ from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, roll_ou
 from roll_opd.rollout.workflow import Model, Task, sample_of, sample_seed
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
-from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Sampler
 
@@ -44,7 +44,7 @@ async def fill_batch(
 
 
 def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, passes: Any) -> Batch:
-    rollout = rollout_of(Engine(engine_seed), frozen_models([], slowness=engine_seed % 5))
+    rollout = rollout_of(Engine(engine_seed), scorers([], slowness=engine_seed % 5))
     return asyncio.run(fill_batch(source, wanted, rollout, extra=extra, passes=passes))
 
 
@@ -62,7 +62,7 @@ def all_of(rollout: RolloutContext, prompts: Sequence[Prompt]) -> list[Sample]:
 def test_samples_are_scored_while_others_are_being_written(make_source) -> None:
     log: list[str] = []
     engine, prompts = Engine(1, log), make_source().take(8)
-    assert len(all_of(rollout_of(engine, frozen_models(log)), prompts)) == 8 * SAMPLING.n
+    assert len(all_of(rollout_of(engine, scorers(log)), prompts)) == 8 * SAMPLING.n
     assert sum("starts" in line for line in log[: log.index("engine done")]) >= 2
 
 
@@ -83,7 +83,7 @@ def test_incomplete_chunks_are_scored_one_at_a_time_while_scoring_is_urgent(make
             return answers
 
     async def scored() -> list[Sample]:
-        rollout, urgent = rollout_of(Engine(), FrozenModels([Sized(TeacherPlan("t", Watcher.worker, 1.0), [])])), None
+        rollout, urgent = rollout_of(Engine(), Scorers([Sized(TeacherPlan("t", Watcher.worker, 1.0), [])])), None
         if is_urgent:
             urgent = asyncio.Event()
             urgent.set()
@@ -105,13 +105,13 @@ def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> No
         Watcher(TeacherPlan("all", Watcher.worker, 1.0), []),
         Watcher(TeacherPlan("odd", Watcher.worker, 1.0, tags=("odd",)), []),
     ]
-    for experience in all_of(rollout_of(Engine(), FrozenModels(teachers)), prompts):
+    for experience in all_of(rollout_of(Engine(), Scorers(teachers)), prompts):
         assert set(experience.teacher_logprobs) == ({"all", "odd"} if experience.tag == "odd" else {"all"})
         for logprobs in experience.teacher_logprobs.values():
             np.testing.assert_array_equal(logprobs, experience.response_tokens)  # of this sample, not another
 
     with pytest.raises(RunError, match="no teacher scores samples with tag even"):
-        all_of(rollout_of(Engine(), FrozenModels(teachers=teachers[1:])), prompts)
+        all_of(rollout_of(Engine(), Scorers(teachers=teachers[1:])), prompts)
 
 
 def test_what_is_learned_from_depends_on_neither_timing_nor_prompts_in_reserve(make_source) -> None:
@@ -138,7 +138,7 @@ def test_what_is_not_needed_any_more_is_not_waited_for(make_source) -> None:
     answered = []
     for seed in range(8):
         source, engine = make_source(), Engine(seed)
-        rollout = rollout_of(engine, frozen_models([]))
+        rollout = rollout_of(engine, scorers([]))
         first = source.peek(1)
         batch = asyncio.run(fill_batch(source, 1, rollout, extra=19, passes=lambda group: True))
         assert [p.id for p in batch.prompts] == [p.id for p in first] and source.position == 1
@@ -161,7 +161,7 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
             return await super()._score(experience, slowness)
 
     async def first_group() -> list[Sample]:
-        rollout = rollout_of(Engine(), frozen_models([]), Slow())
+        rollout = rollout_of(Engine(), scorers([]), Slow())
         found = await fill_batch(make_source(), 1, rollout, extra=19, passes=lambda group: True)
         await asyncio.sleep(0)
         assert {name for name, one in asked.items() if one.cancelled()} == {n for n in asked if "#0/" not in n}
@@ -213,7 +213,7 @@ class Chunks(Watcher):
 def test_a_chunk_is_what_one_engine_finished_one_after_another(make_source) -> None:
     """A deterministic run's log-probs depend on it: they are computed in packs of a chunk."""
     engines, chunks, prompts = Engines(), Chunks(), make_source().take(7)
-    rollout = rollout_of(Sampler(engines), FrozenModels([chunks]))
+    rollout = rollout_of(Sampler(engines), Scorers([chunks]))
     all_of(rollout, prompts)
     seeds = {
         f"{prompt.id}#{draw}/{k}": sample_seed(7, draw, k) for draw, prompt in enumerate(prompts) for k in range(3)
@@ -227,13 +227,13 @@ def test_a_chunk_is_what_one_engine_finished_one_after_another(make_source) -> N
 
 def test_leaving_early_cancels_what_is_still_being_written(make_source) -> None:
     engines = Engines()
-    rollout = rollout_of(Sampler(engines), frozen_models([]))
+    rollout = rollout_of(Sampler(engines), scorers([]))
     asyncio.run(fill_batch(make_source(), 1, rollout, extra=19, passes=lambda group: True))
     assert engines.cancelled and sum(map(len, engines.finished.values())) < 20 * SAMPLING.n
 
 
 def test_an_engine_that_ends_too_early_is_reported(make_source) -> None:
-    rollout = rollout_of(Sampler(Engines(loses=1)), frozen_models([]))
+    rollout = rollout_of(Sampler(Engines(loses=1)), scorers([]))
     with pytest.raises(RunError, match=r"ended with 1 of \d+ requests unanswered"):
         all_of(rollout, make_source().take(4))
 
@@ -241,7 +241,7 @@ def test_an_engine_that_ends_too_early_is_reported(make_source) -> None:
 def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
     engine = Engine()
     with pytest.raises(RunError, match="no scores today"):
-        all_of(rollout_of(engine, frozen_models([], fails=True)), make_source().take(20))
+        all_of(rollout_of(engine, scorers([], fails=True)), make_source().take(20))
     assert engine.answered < 20 * SAMPLING.n
 
 
@@ -268,7 +268,7 @@ class Talk:
 def test_a_run_may_make_none_or_many_and_may_bring_its_rewards(make_source) -> None:
     def batch(engine_seed: int) -> tuple[Batch, RewardPool]:
         pool = RewardPool(engine_seed)
-        rollout = replace(rollout_of(Engine(engine_seed), frozen_models([]), pool), workflow=Talk())
+        rollout = replace(rollout_of(Engine(engine_seed), scorers([]), pool), workflow=Talk())
         return asyncio.run(filled(rollout)), pool
 
     async def filled(rollout: RolloutContext) -> Batch:
@@ -297,7 +297,7 @@ def test_prompts_at_which_no_run_makes_anything_are_replaced(make_source) -> Non
             return [sample_of(task.prompt, task.draw, task.run, answer)] if task.draw % 2 else []
 
     source = make_source()
-    found = asyncio.run(fill_batch(source, 4, replace(rollout_of(Engine(), frozen_models([])), workflow=Picky())))
+    found = asyncio.run(fill_batch(source, 4, replace(rollout_of(Engine(), scorers([])), workflow=Picky())))
     assert [e.group_id.partition("#")[2] for e in found.samples[:: SAMPLING.n]] == ["1", "3", "5", "7"]
     assert len(found.filtered) == 4 and source.position == 8
 
@@ -307,6 +307,6 @@ def test_runs_of_which_none_makes_anything_are_reported(make_source) -> None:
         async def run(self, task: Task, model: Model) -> list[Sample]:
             return []
 
-    rollout = replace(rollout_of(Engine(), frozen_models([])), workflow=Silent())
+    rollout = replace(rollout_of(Engine(), scorers([])), workflow=Silent())
     with pytest.raises(RunError, match=r"returned no sample for \d+ prompts in a step of 2 prompts; correct"):
         asyncio.run(fill_batch(make_source(), 2, rollout))

@@ -15,7 +15,7 @@ from roll_opd.inference.completion import Completion
 from roll_opd.pipelines.concurrent_validation import SECONDS, ConcurrentValidation
 from roll_opd.pipelines.run_context import Run
 from roll_opd.rollout.workflow import SingleTurn
-from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.run_directory import METRICS, RunDirectory, read_jsonl
 from roll_opd.tracking.summary import ACCURACY
@@ -83,7 +83,7 @@ class Loop:
         workers = SimpleNamespace(
             validation_sampler=self.engine,
             reward_pools=[RewardPool()],
-            frozen_models=FrozenModels(),
+            scorers=Scorers(),
             turns=None,
             send_for_validation=self.send,
         )

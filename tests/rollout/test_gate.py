@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sampling_assets import SAMPLING, Engine, frozen_models, rollout_of, written
+from sampling_assets import SAMPLING, Engine, rollout_of, scorers, written
 
 from roll_opd.base.failures import RunError
 from roll_opd.inference.completion import Completion
@@ -75,7 +75,7 @@ def learner_of(
     **more: Any,
 ) -> Learner:
     engine = VersionedEngine(seed)
-    context = rollout_of(engine, frozen_models([], slowness=seed % 4))
+    context = rollout_of(engine, scorers([], slowness=seed % 4))
     versions = range(first, BATCHES)
     gate = Gate(first - 1, bound, bound if depth is None else depth)
     rollouts = Rollouts(context, source, gate, versions, groups, **more)
@@ -259,7 +259,7 @@ def test_rows_with_answers_are_part_of_a_batch_and_of_its_state(make_mixed_sourc
 
 def test_a_failure_of_the_producer_reaches_the_consumer(make_source: Any) -> None:
     learner = learner_of(make_source(), 2)
-    learner.rollouts.context.frozen_models.teachers[0]._fails = True
+    learner.rollouts.context.scorers.teachers[0]._fails = True
     with pytest.raises(RunError, match="no scores today"):
         learned(learner)
 

@@ -22,11 +22,11 @@ from roll_opd.planner.build import load_plan
 from roll_opd.rewards import endpoint
 from roll_opd.teachers import http_checks, http_teacher
 from roll_opd.teachers.answer_cache import AnswerCache
-from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.http_checks import check_server, probe_strings
 from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question
 from roll_opd.teachers.http_teacher import HttpScorer, rest_logprobs
 from roll_opd.teachers.scorer import TokenSequence, Wanted
+from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.views import SameTokens
 
 TOKENIZER = Path("examples/demo/models/teacher")

@@ -22,9 +22,9 @@ from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.coverage import ENOUGH, Coverage, coverage_checks
-from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.teachers.scoring import Scorers, Teacher
 from roll_opd.teachers.turn_markup import TurnMarkup, turn_markup
 from roll_opd.teachers.view_of_teacher import tokenizer_content, turn_end_token, view_of
 
@@ -300,7 +300,7 @@ def test_teachers_of_several_tokenizers_score_the_same_samples() -> None:
     teachers = [Teacher(TeacherPlan(n, WORKER, 1.0), BySum(n), view("byte_level", n, n)) for n in names]
     ids, _ = ByteEncoder(content("byte_level")).encode(TEXT.encode())
     samples = [sample_of(ids[: 5 + number], teachers=names) for number in range(4)]
-    scored = asyncio.run(FrozenModels(teachers).compute_logprobs(samples, 1.0))
+    scored = asyncio.run(Scorers(teachers).compute_logprobs(samples, 1.0))
     for sample in scored:
         assert list(sample.teacher_logprobs) == list(sample.alignments) == list(names)
         for teacher in teachers:

@@ -55,7 +55,7 @@ class TopkSource(Protocol):
 
 
 @dataclass(frozen=True)
-class FrozenModels:
+class Scorers:
     """The teachers of a run and its reference policy.
 
     If `targets_for` is set, the teachers also compute the targets of this objective. If `student` is set too, the

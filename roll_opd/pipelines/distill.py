@@ -28,7 +28,7 @@ from roll_opd.rollout.producer import Gate, Rollouts, check_failed_rate
 from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.teachers.scoring import Scorers
 from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.tracking.alignment_metrics import alignment_metrics
 from roll_opd.tracking.clock import PhaseClock
@@ -100,7 +100,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
                 samples = await batch.with_rewards(samples)
             samples = audited(samples, plan.advantage_teachers, plan.objective)
             metrics |= sample_metrics(samples, plan) | batch.ahead_metrics() | failed
-            metrics |= workers.frozen_models.step_metrics([s for s in samples if not s.demonstration])
+            metrics |= workers.scorers.step_metrics([s for s in samples if not s.demonstration])
             metrics |= await (concurrent.after(step) if concurrent else run.validation(step, partial(validate, step)))
             metrics |= rollouts.drain_metrics()
             async with run.checkpoint(step, workers.save, kl_coef, batch.source_state, finished):
@@ -129,7 +129,7 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
         plan.seed,
         chunk_samples(plan),
         run.clock,
-        workers.frozen_models if reads_beside_generation(plan, workers.turns) else FrozenModels(),
+        workers.scorers if reads_beside_generation(plan, workers.turns) else Scorers(),
         workflow,
         exclude_failed=not plan.rewards_are_monitored,
         progress=run.progress,
@@ -196,7 +196,7 @@ async def _validate(run: Run, workers: RunWorkers, workflow: Workflow, step: int
         workers.reward_pools,
         workers.sampler,
         step,
-        readers=workers.frozen_models,
+        readers=workers.scorers,
         workflow=workflow,
         turns=workers.turns,
     )
@@ -207,7 +207,7 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
     return TeacherPreflight(
         run.plan.teacher_preflight,
         workers.student.group,
-        workers.frozen_models.teachers,
+        workers.scorers.teachers,
         run.logger.teacher_preflight,
         demonstration_samples(answered, 0),
         may_be_student=run.plan.allow_self_teacher
@@ -227,14 +227,14 @@ async def _with_model_values(
 ) -> list[Sample]:
     """Return the samples with the log-probs and values that the objective needs.
 
-    These are the log-probs of the frozen models, the old log-probs of the student, and the values of the critic.
+    These are the log-probs of teachers and reference, the old log-probs of the student, and the values of the critic.
     """
     assert plan.rollout is not None
     temperature, turns = plan.rollout.sampling.temperature, workers.turns
     await turns.enter(Phase.READ)
     with clock.phase("teacher"):
         if not reads_beside_generation(plan, turns):
-            samples = await workers.frozen_models.compute_logprobs(samples, temperature)
+            samples = await workers.scorers.compute_logprobs(samples, temperature)
         await engine_check.preflight(samples, temperature, version)
         await preflight.check(samples, temperature)
     if plan.objective.recompute_old_logprobs or len(samples) > plan.student.mini_batch_sequences:

@@ -21,9 +21,9 @@ from roll_opd.config.plan import (
 )
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
-from roll_opd.teachers.frozen_models import FrozenModels, Teacher, check_targets, wanted_for
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.teachers.scoring import Scorers, Teacher, check_targets, wanted_for
 from roll_opd.teachers.views import SameTokens
 
 
@@ -62,7 +62,7 @@ def test_the_order_of_teachers_is_not_that_of_their_answers() -> None:
     tokens, logprobs = np.arange(5), np.zeros(3, np.float32)
     sample = sample_of(teacher_prompts={"b": np.arange(9)}).with_columns(**teacher_columns({"d": logprobs}))
     teachers = [slow("a", 0.03), slow("b", 0.0, ContextPlan(name="b", key="", prompt_length=9)), slow("c", 0.01)]
-    models = FrozenModels((*teachers, slow("d", 0.0)))
+    models = Scorers((*teachers, slow("d", 0.0)))
     (read,) = asyncio.run(models.compute_logprobs([sample], 1.0))
     assert list(read.teacher_logprobs) == ["a", "b", "c", "d"]
     assert [values.tolist() for values in read.teacher_logprobs.values()] == [[-5] * 3, [-12] * 3, [-5] * 3, [0] * 3]
