@@ -163,6 +163,7 @@ def test_grpo_advantages_are_rewards_normalised_in_their_group(claims) -> None:
     assert advantages == pytest.approx(np.outer([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0], np.ones(3)), abs=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_in_small_the_teacher_teaches_what_the_reward_does_not(claims) -> None:
     lab, made = claims("lab"), claims("make_chains")

@@ -12,7 +12,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = REPOSITORY / "examples" / "minimal_opd.py"
 MOST_LINES = 150
-PROMPTS = 6
+PROMPTS = 4
 STEPS = 12
 
 # runs the script, then prints which of the heavy packages it imported
@@ -107,7 +107,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(opd, student, rollou
 
 
 def test_only_right_answers_count(opd, tokenizer, prompts):
-    texts = [f"1+1+0=2\n{prompt.ground_truth}" for prompt in prompts[:3]] + ["no idea"] * (PROMPTS - 3)
+    texts = [f"1+1+0=2\n{prompt.ground_truth}" for prompt in prompts[:2]] + ["no idea"] * (PROMPTS - 2)
     encoded = tokenizer([text + tokenizer.eos_token + "<|pad|>" * 4 for text in texts], padding=True)
     answers_BA = torch.tensor(encoded["input_ids"])
     ends = (answers_BA == tokenizer.eos_token_id).long()

@@ -456,6 +456,7 @@ def test_setup_without_the_venv_module(clone):
     assert_refused(set_up(clone, PYTHON=stub(clone / "python", lacking)), clone, "venv", "python3-venv")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_setup_that_fails_half_way_leaves_no_environment(clone):
     done = set_up(clone)  # there is no index to install from

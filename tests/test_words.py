@@ -75,6 +75,8 @@ PATTERNS = {
     r"of (Ray|vLLM|Megatron|Trinity-RFT|ROLL|CUDA|Hugging Face|OpenAI|TRL|verl|Python)'s(?! ?[`\w])": "of Ray",
 }
 FORBIDDEN = re.compile("|".join(rf"(?P<p{n}>\b(?:{pattern})\b)" for n, pattern in enumerate(PATTERNS)), re.IGNORECASE)
+# the same without groups: twenty times faster, and most texts match none
+ANY = re.compile(rf"\b(?:{'|'.join(PATTERNS)})\b".lower())
 INSTEAD = list(PATTERNS.values())
 # (file, matched text) that is the right word there
 RIGHT = {
@@ -110,7 +112,7 @@ def prose(page: str) -> Iterator[tuple[int, str]]:
 def hits(found: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
     """Yield (line, matched text, what to write) of the forbidden words."""
     for line, text in found:
-        for match in FORBIDDEN.finditer(text):
+        for match in FORBIDDEN.finditer(text) if ANY.search(text.lower()) else ():
             if match[0] != "is None":
                 instead = INSTEAD[int(str(match.lastgroup)[1:])]
                 yield line + text[: match.start()].count("\n"), match[0], instead

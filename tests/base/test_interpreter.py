@@ -93,7 +93,7 @@ def test_a_python_of_another_version_ends_with_one_line(python: str, checkout: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", [None, *other_pythons()])
+@pytest.mark.parametrize("other", [None, *(pytest.param(o, marks=pytest.mark.nightly) for o in other_pythons())])
 def test_venv_is_used_from_everywhere(other: str | None, checkout: Path, bare: Path, tmp_path: Path) -> None:
     """.venv links to these tests' environment; arguments are passed on, and paths start at the current directory."""
     (checkout / ".venv").symlink_to(sys.prefix)

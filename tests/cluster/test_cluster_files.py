@@ -160,6 +160,7 @@ def test_a_pod_is_the_host_of_its_index(index: str, pod: Any, tmp_path: Path) ->
     assert host == [int(index), 2, "roll-opd-0.roll-opd", DEFAULT_PORT + 1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_bandwidth_is_measured() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -343,7 +343,10 @@ def test_workers_start_cold_after_an_import_that_initialises_a_device(
             server.kill()
 
 
-@pytest.mark.parametrize("serves", [False, True], ids=["while it imports", "while it serves"])
+@pytest.mark.parametrize(
+    "serves",
+    [pytest.param(False, marks=pytest.mark.nightly, id="while it imports"), pytest.param(True, id="while it serves")],
+)
 def test_a_server_ends_with_its_driver_sigkill_included(
     serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -445,7 +445,7 @@ def test_one_mistake_does_not_cause_others(problems: Problems, root: Path) -> No
     assert found.startswith("student_train.device_mapping: ")
 
 
-PARTS = 5  # shares no divisor with the number of values of junk: each part has every key and every value
+PARTS = 11  # shares no divisor with the number of values of junk: each part has every key and every value
 
 
 @pytest.mark.parametrize("part", tiered(range(PARTS), [0]))

@@ -136,13 +136,14 @@ def test_rolls_step_wise_agentic_configuration_is_planned(root: Path) -> None:
     ],
 )
 def test_what_a_trajectory_is_compared_with(root: Path, grouping: str, groups: str, level: str) -> None:
-    for method, levels in (("mean", (level, None)), ("asym_clip", (level, level)), ("identity", (None, None))):
+    methods = ("mean", (level, None)), ("asym_clip", (level, level)), ("identity", (None, None))
+    names = "gigpo", "grpo", "agentic_reinforce"
+    for (method, levels), name in zip(methods, names, strict=True):
         changes = f"reward_normalization.grouping={grouping}", f"reward_normalization.method={method}"
-        for name in ("gigpo", "grpo", "agentic_reinforce"):
-            objective = _changed(root, *changes, f"adv_estimator={name}").objective
-            assert (objective.advantage_args["mean_cal_level"], objective.advantage_args["std_cal_level"]) == levels
-            assert objective.reward_groups == groups
-            assert objective.reward_bounds == ((-1.0, 3.0) if method == "asym_clip" else None)
+        objective = _changed(root, *changes, f"adv_estimator={name}").objective
+        assert (objective.advantage_args["mean_cal_level"], objective.advantage_args["std_cal_level"]) == levels
+        assert objective.reward_groups == groups
+        assert objective.reward_bounds == ((-1.0, 3.0) if method == "asym_clip" else None)
 
 
 def test_steps_need_a_manager_that_makes_them(root: Path) -> None:

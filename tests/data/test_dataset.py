@@ -183,7 +183,7 @@ def test_repeated_against_a_set() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.nightly)])
 def test_a_file_of_60_mb_takes_little_memory(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, suffix: str) -> None:
     """Most of the file is not needed for prompts, such as test cases; only a batch and the index are in memory."""
     count, ballast = 10_000, "x" * 6000

@@ -46,9 +46,13 @@ def samples_with(monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> None:
     ("config", "overrides"),
     [
         (PURE, ()),
-        (PURE, ("student_infer.generating_args.top_p=0.9", "student_infer.generating_args.top_k=12")),
+        pytest.param(
+            PURE,
+            ("student_infer.generating_args.top_p=0.9", "student_infer.generating_args.top_k=12"),
+            marks=pytest.mark.nightly,
+        ),
         (PURE, ("async_generation_ratio=1",)),
-        (WITH_TEACHER, ("actor_infer.generating_args.temperature=0.8",)),
+        pytest.param(WITH_TEACHER, ("actor_infer.generating_args.temperature=0.8",), marks=pytest.mark.nightly),
     ],
 )
 def test_a_right_engine_is_no_fault(

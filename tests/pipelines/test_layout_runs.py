@@ -124,6 +124,7 @@ def test_a_student_that_learns_adapters_alone(tmp_path: Path) -> None:
     agrees_with_hugging_face(run)
 
 
+@pytest.mark.nightly
 def test_a_mixture_of_experts_whose_routes_are_replayed(tmp_path: Path, mixture: Path) -> None:
     """Its router logits are almost equal: without replay, the trainer would choose other experts for many tokens."""
     experts = (f"+{STUDENT}.expert_model_parallel_size=2", "student_train.training_args.per_device_train_batch_size=32")

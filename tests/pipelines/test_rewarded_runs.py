@@ -111,6 +111,7 @@ def test_filtered_groups_are_replaced_and_no_prompt_is_lost_or_repeated(mixed: R
         assert row["advantage_scale"] > 0 and row["reward_scale"] > 1e-3  # no group of equal rewards
 
 
+@pytest.mark.nightly
 def test_terminated_in_a_step_and_resumed_equals_uninterrupted(
     stage: Stage, mixed: Run, settings: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ def test_sft_learns_and_leaves_everything_it_promises(tmp_path: Path) -> None:
     assert list((run.path / "tensorboard").iterdir())
 
 
+@pytest.mark.nightly
 def test_dpo_learns_which_of_two_answers_is_chosen(dpo: Run) -> None:
     """Held-out pair accuracy at least .9 in 20 steps; before the first step every margin is exactly 0."""
     rows = dpo.rows("metrics.jsonl")

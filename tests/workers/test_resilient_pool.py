@@ -412,8 +412,11 @@ async def state_of(pool: ResilientPool[int, int]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("signal_number", "settings"),
-    [(signal.SIGKILL, {}), (signal.SIGSTOP, {"limit": 1.0}), (signal.SIGSTOP, {"patience": 0.5})],
-    ids=["killed", "stopped, out of time", "stopped, no reply"],
+    [
+        pytest.param(signal.SIGKILL, {}, id="killed"),
+        pytest.param(signal.SIGSTOP, {"limit": 1.0}, id="stopped, out of time", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGSTOP, {"patience": 0.5}, id="stopped, no reply"),
+    ],
 )
 def test_the_jobs_of_a_real_process_that_is_lost_run_again(
     warm_options: dict[str, Any], loop: asyncio.AbstractEventLoop, signal_number: int, settings: dict[str, float]

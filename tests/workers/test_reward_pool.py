@@ -201,7 +201,7 @@ def test_an_error_that_is_to_stop_the_run_says_which_sample_and_what_to_do(start
     assert all("returned 0 scores for 1 samples" in str(error) for error in found)  # no reward: nothing can go on
 
 
-@pytest.mark.parametrize("worker", ["troubled", "slow_to_await"])
+@pytest.mark.parametrize("worker", ["troubled", pytest.param("slow_to_await", marks=pytest.mark.nightly)])
 def test_samples_that_hang_fail_alone_within_their_time(start, loop, worker: str) -> None:
     """Hung samples fail, the others do not wait, and the worker can be used afterwards."""
     pool = start(worker, timeout=0.7, on_error="drop", max_concurrency=2, batch_size=2)
