@@ -37,8 +37,7 @@ from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.workers.engine_actor import RolloutWorker
-from roll_opd.workers.sampler import Sampler
+from roll_opd.workers.sampler import RolloutWorker, Sampler
 
 SLICE = 0.02  # seconds between two points of the timeline
 

@@ -11,8 +11,8 @@ import pytest
 
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardSample
-from roll_opd.workers.engine_actor import RolloutWorker
-from roll_opd.workers.reward_actor import RewardWorker
+from roll_opd.workers.reward_pool import RewardWorker
+from roll_opd.workers.sampler import RolloutWorker
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -34,14 +34,12 @@ from roll_opd.teachers.scoring import Scorers, Teacher
 from roll_opd.teachers.view_of_teacher import view_of
 from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workers.colocation import DeviceScheduler
-from roll_opd.workers.critic import Critic
-from roll_opd.workers.engine_actor import RolloutWorker
+from roll_opd.workers.critic import Critic, CriticWorker
+from roll_opd.workers.frozen_model import FollowingWorker, LogprobWorker
 from roll_opd.workers.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
-from roll_opd.workers.megatron_actor import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
-from roll_opd.workers.reward_actor import RewardWorker
-from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.sampler import Sampler
-from roll_opd.workers.student import Student
+from roll_opd.workers.reward_pool import RewardPool, RewardWorker
+from roll_opd.workers.sampler import RolloutWorker, Sampler
+from roll_opd.workers.student import Student, TrainWorker
 from roll_opd.workers.workflow_actor import WorkflowWorker
 from roll_opd.workers.workflow_pool import WorkflowPool
 from roll_opd.workflows.plugins import find_workflow

@@ -13,9 +13,11 @@ from typing import Any
 
 from roll_opd.base.failures import RunError
 from roll_opd.models.device_phases import Kind, Move, Phase, PhaseError, PhaseMachine, PhaseMember, State, needs_of
-from roll_opd.workers.engine_actor import RolloutWorker
+from roll_opd.workers.critic import CriticWorker
+from roll_opd.workers.frozen_model import FollowingWorker, LogprobWorker
 from roll_opd.workers.group import ActorGroup, WorkerGroup
-from roll_opd.workers.megatron_actor import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
+from roll_opd.workers.sampler import RolloutWorker
+from roll_opd.workers.student import TrainWorker
 
 PROCESSES = {  # classes of the roles' processes; their methods declare the memory that they use
     Kind.STUDENT: TrainWorker,

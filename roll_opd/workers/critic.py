@@ -3,19 +3,25 @@
 It computes the values of a step's samples, and updates the critic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.config.plan import CriticPlan
+from roll_opd.config.plan import CriticPlan, MegatronPlan
+from roll_opd.models.device_phases import LEARNING, WEIGHTS, needs
 from roll_opd.objective.columns import value_columns
 from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
-from roll_opd.samples.sharding import ShardedBatch, shard_batch
+from roll_opd.samples.sharding import DPShard, ShardedBatch, shard_batch
+from roll_opd.samples.transport import Compact
 from roll_opd.tracking.metrics import statistics
+from roll_opd.workers.frozen_model import sequences_of
 from roll_opd.workers.group import gathered
-from roll_opd.workers.trained_model import Learner, Update, optimizer_metrics, total
+from roll_opd.workers.trained_model import Learner, TrainableRank, Update, optimizer_metrics, total
 
 CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
 
@@ -101,3 +107,29 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
         "critic/clipfrac": total(updates, "clipped") / tokens,
         **optimizer_metrics(updates, CRITIC_METRICS),
     }
+
+
+@ray.remote
+class CriticWorker(TrainableRank):
+    """Rank of the critic."""
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.value_model import MegatronCritic
+
+        assert isinstance(plan, CriticPlan)
+        return MegatronCritic(plan, seed=seed, deterministic=deterministic)
+
+    @needs(WEIGHTS)
+    def values(self, shard: DPShard) -> Compact:
+        """Return the value of the state before each response token; see `MegatronCritic.values`."""
+        return Compact(self._engine.values(sequences_of(shard), shard.micro_batches))
+
+    @needs(LEARNING)
+    def update(self, shard: DPShard) -> Compact:
+        """Make one optimizer update from a mini-batch; see `MegatronCritic.update`."""
+        return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))
+
+    def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
+        from roll_opd.megatron.value_model import save_critic_hf
+
+        return save_critic_hf(self._engine, directory, later=later)

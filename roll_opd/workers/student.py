@@ -1,18 +1,32 @@
 """The student, as the driver sees it: log-probs, top-k tokens, and the updates of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import ray
 
-from roll_opd.config.plan import EngineCheckPlan, ObjectivePlan, TeacherPlan
+from roll_opd.config.plan import (
+    EngineCheckPlan,
+    MegatronPlan,
+    ObjectivePlan,
+    TeacherPlan,
+    TrainPlan,
+)
+from roll_opd.inference.engine_arguments import DTYPE_NAMES
+from roll_opd.models.device_phases import LEARNING, NOTHING, WEIGHTS, needs
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.engine_columns import engine_metrics, marked
 from roll_opd.objective.mismatch import check_staleness
 from roll_opd.samples.sample import Sample, TargetRef, shard_sample, with_columns
-from roll_opd.samples.sharding import ROUTER_LOSSES, ShardedBatch, shard_batch
+from roll_opd.samples.sharding import ROUTER_LOSSES, DPShard, ShardedBatch, shard_batch
+from roll_opd.samples.transport import Compact
+from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
+from roll_opd.weight_sync.bucket_writer import BucketWriter, Written
 from roll_opd.workers.group import Reference, gathered, gathered_and_held
-from roll_opd.workers.trained_model import Learner, Update, optimizer_metrics, total
+from roll_opd.workers.target_refs import with_targets
+from roll_opd.workers.trained_model import Learner, TrainableRank, Update, optimizer_metrics, total
 
 
 class Student(Learner):
@@ -199,3 +213,93 @@ def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, 
     }
     losses = [name for name in ROUTER_LOSSES if name in reported]
     return shards | {f"router/{name}": total(updates, name) / len(updates) for name in losses}
+
+
+@ray.remote
+class TrainWorker(TrainableRank, BucketWriter):
+    """Rank of the student."""
+
+    _sender: Any = None  # sends weights between GPUs
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.trainer import MegatronTrainer
+
+        assert isinstance(plan, TrainPlan)
+        return MegatronTrainer(plan, seed=seed, deterministic=deterministic)
+
+    @needs(LEARNING)
+    def update(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
+        """Make one optimizer update from a mini-batch; see `MegatronTrainer.update`.
+
+        The result contains log-probs only for demonstrations and for samples that have no old log-probs.
+        """
+        return self._with_gradient(self._engine.update, shard, objective, temperature, step)
+
+    @needs(LEARNING)
+    def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
+        """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`.
+
+        As in `update`, the result contains log-probs only for some samples.
+        """
+        return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
+
+    def _with_gradient(self, method: Callable[..., Any], shard: DPShard, *args: Any) -> Compact:
+        samples = with_targets(shard.samples, self._opened(shard)) if shard.held else shard.samples
+        result = method(samples, *args, assigned=shard.micro_batches)
+        new_logprobs = {number: values for number, values in result.logprobs.items() if _lacks_old(samples[number])}
+        return Compact(replace(result, logprobs=new_logprobs))
+
+    @needs(LEARNING)
+    def optim_step(self, learning_rate: float | None) -> Any:
+        """Make one optimizer update from the accumulated gradients; see `MegatronTrainer.optim_step`."""
+        return self._engine.optim_step(learning_rate)
+
+    @needs(NOTHING)
+    def discard_gradient(self) -> None:
+        """See `MegatronLearner.discard_gradient`."""
+        self._engine.discard_gradient()
+
+    @needs(WEIGHTS)
+    def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef], logit_cap: float | None) -> None:
+        """Load a teacher's output embedding, and the cap of the teacher's logits.
+
+        `head` is the list that the teacher's `output_head` returned.
+        """
+        self._engine.load_teacher_head(name, ray.get(head[0]), logit_cap)
+
+    @needs(WEIGHTS)
+    def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of this rank with the LoRA adapters disabled.
+
+        The method then computes with the initial weights of the student.
+        """
+        with self._engine.adapters.disabled():
+            return getattr(self, method)(*args, **kwargs)
+
+    @needs(WEIGHTS)
+    def share_without_adapter(self, shard: DPShard, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Do what `without_adapter` does, for a method whose first argument is a shard."""
+        return self.without_adapter(method, shard, *args, **kwargs)
+
+    @needs(WEIGHTS)
+    def send_weights(
+        self, backend: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
+    ) -> None:
+        """Send all weights to `engines` from GPU to GPU (see `cuda_sender.CudaSender`)."""
+        if self._sender is None:
+            from roll_opd.weight_sync.cuda_sender import CudaSender
+
+            self._sender = CudaSender(backend, self._engine, engines, engine_ranks, dtype)
+        self._sender.send(version)
+
+    @needs(WEIGHTS)
+    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
+        """See `BucketWriter.begin_writing`."""
+        from roll_opd.megatron.export import weight_buckets
+
+        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]])
+
+
+def _lacks_old(sample: Sample) -> bool:
+    demonstration = sample.columns.get("demonstration")
+    return "old_logprobs" not in sample.columns or (demonstration is not None and bool(demonstration.all()))

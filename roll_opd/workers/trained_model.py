@@ -3,7 +3,7 @@
 It makes updates, counts skipped updates and writes checkpoints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ import numpy as np
 
 from roll_opd.base.failures import SkippedUpdates
 from roll_opd.config.plan import TrainPlan
+from roll_opd.models.device_phases import STATE, needs
 from roll_opd.samples.sharding import Assignment, ShardedBatch, TrainResult
 from roll_opd.tracking.console import Count
+from roll_opd.workers.frozen_model import Rank
 from roll_opd.workers.group import WorkerGroup
 from roll_opd.workers.worker_progress import Writing
 
@@ -106,3 +108,34 @@ def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = A
     grad_norm = float(np.mean([update[0].grad_norm for update in updates]))
     skipped = float(sum(not update[0].applied for update in updates))
     return dict(zip(names, (grad_norm, updates[-1][0].learning_rate, skipped), strict=True))
+
+
+class TrainableRank(Rank):
+    """Base class of the ranks of trainable models. It saves and loads the training state."""
+
+    @needs(STATE)
+    def save(self, directory: Path) -> None:
+        """Save the training state in state/, the model in hf/, and a LoRA adapter in adapter/.
+
+        Call `written` to get the list of files.
+        """
+        from roll_opd.megatron.checkpoint import save_state
+        from roll_opd.megatron.export import save_adapter
+
+        later = self._async_save
+        parts = [save_state(self._engine, directory / "state", later=later), self._save_hf(directory / "hf", later)]
+        if self._engine.adapters:
+            parts.append(save_adapter(self._engine, directory / "adapter", later=later))
+        self._write(*parts)
+
+    @needs(STATE)
+    def load(self, directory: Path) -> None:
+        """Load a saved state."""
+        from roll_opd.megatron.checkpoint import load_state
+
+        load_state(self._engine, directory / "state")
+
+    def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
+        from roll_opd.megatron.export import save_hf
+
+        return save_hf(self._engine, directory, later=later)

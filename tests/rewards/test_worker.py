@@ -16,8 +16,8 @@ from roll_opd.rollout.workflow import sample_of
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 from roll_opd.samples.transport import Compact
-from roll_opd.workers import reward_actor as module
-from roll_opd.workers.reward_actor import RewardWorker
+from roll_opd.workers import reward_pool as module
+from roll_opd.workers.reward_pool import RewardWorker
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 

@@ -12,8 +12,7 @@ from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RewardPlan, RewardTerm
-from roll_opd.workers.reward_actor import RewardWorker
-from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.reward_pool import RewardPool, RewardWorker
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 

@@ -28,7 +28,7 @@ from roll_opd.models.device_phases import (
 )
 from roll_opd.workers.colocation import PROCESSES, DeviceScheduler
 from roll_opd.workers.group import WorkerGroup
-from roll_opd.workers.megatron_actor import TrainWorker
+from roll_opd.workers.student import TrainWorker
 
 EVERYONE = (
     PhaseMember("student", Kind.STUDENT, frozenset({0, 1})),

@@ -1,35 +1,33 @@
-"""Ray actors that run the Megatron engines, one actor per rank.
+"""Ranks of a frozen model (a teacher or reference policy), and the base class of all ranks. A rank is a Ray actor.
 
 Megatron is imported inside methods, so only the processes of the actors import it. The driver's machine does not need
-Megatron.
+Megatron. The driver's clients are `teachers.megatron_teacher.MegatronScorer` and `Follower`.
 """
 
 import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TrainPlan
-from roll_opd.inference.engine_arguments import DTYPE_NAMES
-from roll_opd.models.device_phases import LEARNING, NOTHING, STATE, WEIGHTS, Part, Phase, needs
-from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.config.plan import FollowingPlan, MegatronPlan
+from roll_opd.models.device_phases import NOTHING, WEIGHTS, Part, Phase, needs
+from roll_opd.samples.sample import TargetRef
 from roll_opd.samples.sharding import DPShard, Packing
 from roll_opd.samples.transport import Compact
-from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
-from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
-from roll_opd.workers.target_refs import hold, opened, with_targets
+from roll_opd.samples.weight_bucket import Description, map_bucket
+from roll_opd.weight_sync.bucket_writer import BucketHost
+from roll_opd.workers.target_refs import hold, opened
 from roll_opd.workers.worker_progress import MicroBatches
 
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
-class _Rank(BucketHost):
+class Rank(BucketHost):
     """Base class of all ranks. It has the process group, the engine, log-probs, offloading and background saves."""
 
     _engine: Any
@@ -175,12 +173,12 @@ class _Rank(BucketHost):
 
 
 @ray.remote
-class LogprobWorker(_Rank):
+class LogprobWorker(Rank):
     """Rank of a frozen model: a teacher or reference policy."""
 
 
 @ray.remote
-class FollowingWorker(_Rank):
+class FollowingWorker(Rank):
     """Rank of a teacher whose weights are an EMA or a copy of the student's weights (`follows_student`)."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
@@ -211,149 +209,7 @@ class FollowingWorker(_Rank):
         self._engine.load(directory)
 
 
-class _TrainableRank(_Rank):
-    """Base class of the ranks of trainable models. It saves and loads the training state."""
-
-    @needs(STATE)
-    def save(self, directory: Path) -> None:
-        """Save the training state in state/, the model in hf/, and a LoRA adapter in adapter/.
-
-        Call `written` to get the list of files.
-        """
-        from roll_opd.megatron.checkpoint import save_state
-        from roll_opd.megatron.export import save_adapter
-
-        later = self._async_save
-        parts = [save_state(self._engine, directory / "state", later=later), self._save_hf(directory / "hf", later)]
-        if self._engine.adapters:
-            parts.append(save_adapter(self._engine, directory / "adapter", later=later))
-        self._write(*parts)
-
-    @needs(STATE)
-    def load(self, directory: Path) -> None:
-        """Load a saved state."""
-        from roll_opd.megatron.checkpoint import load_state
-
-        load_state(self._engine, directory / "state")
-
-    def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
-        from roll_opd.megatron.export import save_hf
-
-        return save_hf(self._engine, directory, later=later)
-
-
-@ray.remote
-class TrainWorker(_TrainableRank, BucketWriter):
-    """Rank of the student."""
-
-    _sender: Any = None  # sends weights between GPUs
-
-    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
-        from roll_opd.megatron.trainer import MegatronTrainer
-
-        assert isinstance(plan, TrainPlan)
-        return MegatronTrainer(plan, seed=seed, deterministic=deterministic)
-
-    @needs(LEARNING)
-    def update(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
-        """Make one optimizer update from a mini-batch; see `MegatronTrainer.update`.
-
-        The result contains log-probs only for demonstrations and for samples that have no old log-probs.
-        """
-        return self._with_gradient(self._engine.update, shard, objective, temperature, step)
-
-    @needs(LEARNING)
-    def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
-        """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`.
-
-        As in `update`, the result contains log-probs only for some samples.
-        """
-        return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
-
-    def _with_gradient(self, method: Callable[..., Any], shard: DPShard, *args: Any) -> Compact:
-        samples = with_targets(shard.samples, self._opened(shard)) if shard.held else shard.samples
-        result = method(samples, *args, assigned=shard.micro_batches)
-        new_logprobs = {number: values for number, values in result.logprobs.items() if _lacks_old(samples[number])}
-        return Compact(replace(result, logprobs=new_logprobs))
-
-    @needs(LEARNING)
-    def optim_step(self, learning_rate: float | None) -> Any:
-        """Make one optimizer update from the accumulated gradients; see `MegatronTrainer.optim_step`."""
-        return self._engine.optim_step(learning_rate)
-
-    @needs(NOTHING)
-    def discard_gradient(self) -> None:
-        """See `MegatronLearner.discard_gradient`."""
-        self._engine.discard_gradient()
-
-    @needs(WEIGHTS)
-    def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef], logit_cap: float | None) -> None:
-        """Load a teacher's output embedding, and the cap of the teacher's logits.
-
-        `head` is the list that the teacher's `output_head` returned.
-        """
-        self._engine.load_teacher_head(name, ray.get(head[0]), logit_cap)
-
-    @needs(WEIGHTS)
-    def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank with the LoRA adapters disabled.
-
-        The method then computes with the initial weights of the student.
-        """
-        with self._engine.adapters.disabled():
-            return getattr(self, method)(*args, **kwargs)
-
-    @needs(WEIGHTS)
-    def share_without_adapter(self, shard: DPShard, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Do what `without_adapter` does, for a method whose first argument is a shard."""
-        return self.without_adapter(method, shard, *args, **kwargs)
-
-    @needs(WEIGHTS)
-    def send_weights(
-        self, backend: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
-    ) -> None:
-        """Send all weights to `engines` from GPU to GPU (see `cuda_sender.CudaSender`)."""
-        if self._sender is None:
-            from roll_opd.weight_sync.cuda_sender import CudaSender
-
-            self._sender = CudaSender(backend, self._engine, engines, engine_ranks, dtype)
-        self._sender.send(version)
-
-    @needs(WEIGHTS)
-    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
-        """See `BucketWriter.begin_writing`."""
-        from roll_opd.megatron.export import weight_buckets
-
-        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]])
-
-
-@ray.remote
-class CriticWorker(_TrainableRank):
-    """Rank of the critic."""
-
-    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
-        from roll_opd.megatron.value_model import MegatronCritic
-
-        assert isinstance(plan, CriticPlan)
-        return MegatronCritic(plan, seed=seed, deterministic=deterministic)
-
-    @needs(WEIGHTS)
-    def values(self, shard: DPShard) -> Compact:
-        """Return the value of the state before each response token; see `MegatronCritic.values`."""
-        return Compact(self._engine.values(_sequences(shard), shard.micro_batches))
-
-    @needs(LEARNING)
-    def update(self, shard: DPShard) -> Compact:
-        """Make one optimizer update from a mini-batch; see `MegatronCritic.update`."""
-        return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))
-
-    def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
-        from roll_opd.megatron.value_model import save_critic_hf
-
-        return save_critic_hf(self._engine, directory, later=later)
-
-
-def _sequences(shard: DPShard) -> list[tuple[np.ndarray, int]]:
+def sequences_of(shard: DPShard) -> list[tuple[np.ndarray, int]]:
     return [(sample.tokens, sample.prompt_length) for sample in shard.samples]
 
 
@@ -363,13 +219,8 @@ def _read(shard: DPShard) -> dict[str, Any]:
     `routes` is included only if at least one sample has routes.
     """
     routes = [sample.routes for sample in shard.samples]
-    arguments = {"sequences": _sequences(shard), "assigned": shard.micro_batches}
+    arguments = {"sequences": sequences_of(shard), "assigned": shard.micro_batches}
     return arguments if all(taken is None for taken in routes) else {**arguments, "routes": routes}
-
-
-def _lacks_old(sample: Sample) -> bool:
-    demonstration = sample.columns.get("demonstration")
-    return "old_logprobs" not in sample.columns or (demonstration is not None and bool(demonstration.all()))
 
 
 def _all_files(parts: Sequence[Callable[[], list[Path]]]) -> list[Path]:
