@@ -9,7 +9,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from roll_opd.config import schema
-from roll_opd.config.schema import PIPELINES, Section
+from roll_opd.config.schema import PIPELINES, Section, Top
+from roll_opd.planner import environment_sections  # noqa: F401  # adds its pipeline
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
@@ -49,7 +50,10 @@ TITLES = {
     schema.FileTeacher: "teacher of the pipeline offline_distill",
 }
 
-BASES = {schema.TeacherWorker: schema.Worker}  # section -> base class whose keys are in another table
+BASES = {  # section -> base class whose keys are in another table
+    schema.TeacherWorker: schema.Worker,
+    **{keys: Top for keys in PIPELINES.values() if issubclass(keys, Top) and keys is not Top},
+}
 
 
 def sections() -> list[type[Section]]:

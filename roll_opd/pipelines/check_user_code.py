@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import thaw
 from roll_opd.base.registry import argument_problems
 from roll_opd.base.user_modules import users_module
 from roll_opd.config.plan import RunPlan
-from roll_opd.pipelines.user_code import pipeline_module
+from roll_opd.pipelines.user_code import pipeline_module, task_keys
 from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.rewards import reward_registry as rewards
 from roll_opd.tracking import trackers as trackers
@@ -44,10 +43,8 @@ def check_user_code(plan: RunPlan) -> None:
             check_arguments(thaw(workflow.workflow_args))
         if workflow.workflow_reward:
             find_reward(workflow.workflow_reward, workflow.plugin_dir, thaw(workflow.workflow_reward_args))
-        for tag, settings in workflow.workflow_args.get("environments", {}).items() if plan.is_agentic else ():
-            problems = environments.check(settings["env_type"], thaw(settings["env_config"]))
-            if problems:
-                raise ConfigError([f"custom_envs.{tag}: {problem}" for problem in problems])
+        if problems := list(task_keys(plan).check_code(plan)):
+            raise ConfigError(problems)
     for tracker in plan.trackers:
         if tracker != JSONL:
             made = trackers.TRACKERS.find(tracker)

@@ -20,14 +20,7 @@ from roll_opd.config.plan import DataPlan, FilePlan, LoraPlan, RunPlan, TrainPla
 from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_warnings
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.files import whole_steps
-from roll_opd.data.prompt_source import (
-    EnvironmentSource,
-    MixedSource,
-    PromptSource,
-    TaskSource,
-    held_out_tasks,
-    rules_of,
-)
+from roll_opd.data.prompt_source import MixedSource, PromptSource, TaskSource
 from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import ScoredSet, open_teacher_files
 from roll_opd.data.teacher_scores import Expected
@@ -51,6 +44,7 @@ from roll_opd.pipelines.checkpoints import (
 )
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.reward_source import uncalled_rewards
+from roll_opd.pipelines.user_code import task_keys
 from roll_opd.planner.check_machine import machine_problems, other_blocks
 from roll_opd.rewards import reward_registry as rewards
 
@@ -248,10 +242,8 @@ def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoin
 
 def open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskSource, list[Prompt]]:
     """Open training prompts and demonstrations, and read the held-out prompts."""
-    if plan.is_agentic:
-        validated = plan.validation.data if plan.validation else None
-        tasks = held_out_tasks(validated.environments, validated.limit or 0) if validated else []
-        return EnvironmentSource(plan.data.environments, plan.seed, rules_of(plan)), tasks
+    if (keys := task_keys(plan)).makes_tasks:
+        return keys.open_tasks(plan)
     if plan.teachers and isinstance(source := plan.teachers[0].source, FilePlan):
         return _open_scored(plan, source, tokenizer)
     data_sets = {

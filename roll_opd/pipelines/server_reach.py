@@ -17,13 +17,13 @@ from roll_opd.base.addresses import address_fault, is_loopback, proxy_of
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import HttpPlan, RewardPlan, RunPlan
+from roll_opd.pipelines.user_code import task_keys
 from roll_opd.rewards.reward_registry import REWARDS
 
 CONNECT_SECONDS = 4.0  # time limit of one attempt, and of the wait for the first byte of an answer
 PAUSE_SECONDS = 0.5  # between attempts
 PORTS = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080}
 CLOSED = "connections are closed without an answer"
-ENVIRONMENT = "start it with `python -m roll_opd.environments.serve`"
 SERVE = "start it there with `roll-opd serve MODEL`"
 
 
@@ -86,10 +86,7 @@ def _of_workflow(plan: RunPlan) -> Iterator[Server]:
     for model in plan.workflow.auxiliary_models if plan.workflow else ():
         if model.base_url:
             yield Server(f"auxiliary model {model.name}, base_url", model.base_url)
-    games = plan.workflow.workflow_args.get("environments", {}) if plan.is_agentic and plan.workflow else {}
-    for tag, game in games.items():
-        if game["env_type"] == "http" and "url" in game["env_config"]:
-            yield Server(f"custom_envs.{tag}.env_config.url", game["env_config"]["url"], ENVIRONMENT)
+    yield from (Server(*server) for server in task_keys(plan).servers(plan))
 
 
 def unreachable(url: str, seconds: float) -> str | None:

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from roll_opd.base.registry import declarations
 from roll_opd.config.plan import RunPlan
+from roll_opd.config.schema import PIPELINES, Top
 
 BUILTIN = "roll_opd.workflows.builtin"
 PACKAGE = "roll_opd.pipelines"
@@ -14,8 +15,16 @@ def pipeline_module(name: str) -> str:
 
     `name` is a module of this package, ROLL's name rlvr of the loop `distill`, or the path of a module of the user.
     """
+    if name in PIPELINES and PIPELINES[name].loop:
+        return pipeline_module(PIPELINES[name].loop)
     inside = f"{PACKAGE}.{'distill' if name == 'rlvr' else name}"
     return inside if "." not in name and find_spec(inside) else name
+
+
+def task_keys(plan: RunPlan) -> type[Top]:
+    """Return the keys of a plan's pipeline if it has a rollout, else `Top`."""
+    keys = PIPELINES.get(plan.pipeline, Top)
+    return keys if issubclass(keys, Top) else Top
 
 
 def uses_user_code(plan: RunPlan) -> bool:
@@ -29,8 +38,7 @@ def uses_user_code(plan: RunPlan) -> bool:
     names: list[str | None] = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]
     names += [term.worker for reward in plan.rewards for term in reward.terms]
     if workflow:
-        games = workflow.workflow_args.get("environments", {}) if plan.is_agentic else {}
-        names += [settings["env_type"] for settings in games.values()]
+        names += task_keys(plan).named_code(plan)
         names.append(workflow.workflow_args.get("agent"))
         registered = {
             "WORKFLOWS.register_module": workflow.workflow,

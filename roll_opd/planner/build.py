@@ -136,12 +136,12 @@ def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Dia
     mode = keys.pipeline if supervised else choose_mode(loaded.values, pure, diag)
     sections = read_sections(loaded.values, loaded.variables, keys, mode, diag)
     if not supervised:
-        rollout_parts.complete(sections, loaded.values, mode)
+        rollout_parts.complete(sections, keys, mode)
     roles = RoleReader(sections, mode, diag).read(keys)
     sampling = (None, None) if supervised else (roles.train, roles.infer)
     check_values.check_replay(written_workers(sections), *sampling)
     check_files.compare_models(roles, sections.top)
-    read = supervised_parts.read(sections, roles) if supervised else rollout_parts.read(sections, roles, loaded.values)
+    read = supervised_parts.read(sections, roles) if supervised else rollout_parts.read(sections, roles)
     if read is None:
         return None
     common = _common(loaded, read.top, roles, read.validates)

@@ -220,7 +220,7 @@ def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Pa
 
 def _templates(plan: RunPlan, rows: Rows) -> set[str]:
     """Return the names of the templates that a run applies to conversations. `rows` are the first rows of its data."""
-    if plan.workflow or plan.is_agentic:
+    if plan.workflow:
         return {"native"}
     return {
         data.tag_templates.get(row.tag, data.template)

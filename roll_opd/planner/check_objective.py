@@ -19,17 +19,16 @@ from roll_opd.config.diagnostics import as_yaml
 from roll_opd.config.plan import RewardPlan
 from roll_opd.config.roll_keys import KL_PENALTIES_LATER, PURE_FIXED
 from roll_opd.config.schema import (
-    AgenticKeys,
     CriticKeys,
     DistillationKeys,
     ReinforcementKeys,
     SampleKeys,
+    StepKeys,
     Top,
     keys_of,
 )
 from roll_opd.planner.objective_plan import (
     NAMES_OF_A_LOSS,
-    STEP_KEYS,
     check_clip_range,
     check_correction,
     has_norm_levels,
@@ -42,12 +41,12 @@ REPORTED_WITH_TEACHERS = {"whiten_advantages", "kl_penalty"}  # by `_check_besid
 NORMS = ("norm_mean_type", "norm_std_type")
 
 
-def check_objective(top: Top, mode: str, agentic: bool) -> None:
+def check_objective(top: Top, mode: str) -> None:
     """Report problems of the keys of the objective.
 
     Keys may contradict the mode, may have no effect in it, or may select an objective that is not available yet.
     """
-    top.diag.unused(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
+    top.diag.unused(*(key for key in _unread(top, mode) if _given(top, key) is not None))
     if top.importance_sampling not in (None, "token", "seq"):
         top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
     if top.kl_loss_fn is not None:
@@ -63,10 +62,10 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
     if mode == "pure":
         _check_pure(top)
     else:
-        _check_reward_part(top, agentic)
+        _check_reward_part(top)
 
 
-def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
+def _unread(top: Top, mode: str) -> Iterator[str]:
     """Yield the keys that have no effect in this mode and with these other keys."""
     sampled = top.opd_objective == "sampled"
     if mode == "rl":
@@ -98,17 +97,16 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
     if not top.opd_divergence.startswith("skewed"):
         yield "opd_skew_alpha"
     of_steps = set() if mode == "pure" else keys_of_steps(top.adv_estimator or "")
-    if agentic:  # ROLL's environments read no key of `SampleKeys`
-        yield from {*keys_of(SampleKeys), *(STEP_KEYS - of_steps)}
-    else:
-        yield from (keys_of(AgenticKeys).keys() & top.written) - of_steps
+    yield from keys_of(StepKeys).keys() - of_steps
+    if top.makes_tasks:  # ROLL's environments read no key of `SampleKeys`
+        yield from keys_of(SampleKeys)
     if not top.difficulty_mask:
         yield from ("difficulty_low_threshold", "difficulty_high_threshold")
     if not top.error_max_len_clip:
         yield "error_max_len_threshold"
 
 
-def _check_reward_part(top: Top, agentic: bool) -> None:
+def _check_reward_part(top: Top) -> None:
     """Check the keys of a run with rewards: critic, normalisation of rewards, and KL to the reference policy."""
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
         top.diag.error(
@@ -127,8 +125,8 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
     if (top.use_kl_loss or top.add_token_level_kl) and top.kl_penalty in KL_PENALTIES_LATER:
         known = ", ".join(dict.fromkeys(KL_PENALTIES.values()))
         top.diag.unsupported("kl_penalty", f"{top.kl_penalty!r} is not available yet; use one of {known}")
-    # environments have reward_normalization instead
-    is_rolls_grpo = not agentic and top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
+    # ROLL's environments have reward_normalization instead
+    is_rolls_grpo = not top.makes_tasks and top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
     for key in NORMS:
         value = getattr(top, key)
         if is_rolls_grpo and key in top.written and value not in ("group", "running"):
@@ -186,32 +184,24 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
         )
 
 
-def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
+def check_steps(top: Top) -> bool:
     """Report an advantage that needs the rewards or states of single steps if the samples of the run have no steps.
 
-    `whole` are the tags whose samples are whole trajectories instead of steps.
+    Return whether rewards are compared among the samples of a prompt.
     """
     name, facts = top.adv_estimator, advantage_facts(top.adv_estimator)
-    if facts.adds_steps and whole:
-        top.diag.error(
-            "adv_estimator",
-            f"{name} reads the reward of each action, but a sample of {', '.join(whole)} is a whole trajectory; write"
-            " env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager in this section of"
-            " custom_envs, or use agentic_reinforce or grpo",
-        )
-    if facts.reads_states and not (agentic or top.workflow):
+    if top.makes_tasks:
+        return top.check_advantage(facts)
+    if facts.reads_states and not top.workflow:
         top.diag.error(
             "adv_estimator",
             f"{name} compares actions from the same state of an environment, but answers to a prompt have no such"
             " state; use grpo",
         )
-    if facts.reads_states and (agentic or top.workflow) and top.norm_mean_type is None and top.norm_std_type is None:
-        instead = (
-            f"reward_normalization.method is {top.reward_normalization.method}; write mean, and grouping: traj_group_id"
-            if agentic
-            else "norm_mean_type and norm_std_type are null; write norm_mean_type: group"
-        )
+    if facts.reads_states and top.workflow and top.norm_mean_type is None and top.norm_std_type is None:
+        instead = "norm_mean_type and norm_std_type are null; write norm_mean_type: group"
         top.diag.note("adv_estimator", f"{name} compares nothing while {instead}")
+    return True
 
 
 def _check_functions(top: Top, mode: str) -> None:
@@ -240,20 +230,19 @@ def _check_functions(top: Top, mode: str) -> None:
         top.diag.error("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
 
 
-def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> None:
+def check_groups(top: Top, responses: int, compares_prompts: bool) -> None:
     """Check the keys that depend on the number of responses per prompt.
 
-    These are the baseline and the horizon of the adaptive KL. A group of one response has no baseline, unless groups
-    are formed by tag. If the horizon is too short for the samples of a step, one step could reduce the coefficient of
-    the adaptive KL to 0 or below.
+    These are the baseline and the horizon of the adaptive KL. If rewards are compared among the responses to a prompt,
+    a group of one response has no baseline. If the horizon is too short for the samples of a step, one step could
+    reduce the coefficient of the adaptive KL to 0 or below.
     """
-    compares = advantage_facts(top.adv_estimator).baseline and not by_tag
-    key = "train_env_manager.group_size" if agentic else "num_return_sequences_in_group"
+    compares = advantage_facts(top.adv_estimator).baseline and compares_prompts
     if compares and top.norm_mean_type != "batch" and responses == 1:
         top.diag.note(
             "adv_estimator",
             f"{top.adv_estimator} has no baseline with one response per prompt, so rewards are used unchanged; set"
-            f" {key} to 2 or more",
+            f" {top.group_key} to 2 or more",
         )
     samples = top.rollout_batch_size * responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:

@@ -29,7 +29,7 @@ class Sizes:
     critic_mini_batch: int | None
 
 
-def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
+def read_sizes(top: Top, roles: Roles) -> Sizes:
     """Return the lengths and batch sizes. Check that they fit the models and each other."""
     args = roles.infer.worker.generating_args if roles.infer else GeneratingArgs()
     n = _responses_per_prompt(top, args)
@@ -41,8 +41,8 @@ def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
         _check_lengths(top, roles, args, response, held_out)
         check_micro_batches(roles.all(), top.prompt_length + response)
     share = top.expert_data_ratio or 0.0
-    mini = _mini_batch(top, roles.train, n, agentic, share) if roles.train else None
-    critic_mini = _mini_batch(top, roles.critic, n, agentic) if roles.critic else None
+    mini = _mini_batch(top, roles.train, n, share) if roles.train else None
+    critic_mini = _mini_batch(top, roles.critic, n) if roles.critic else None
     return Sizes(n, response, held_out, mini, critic_mini)
 
 
@@ -228,12 +228,12 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
     return device * steps * dp, arithmetic
 
 
-def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
+def _mini_batch(top: Top, train: Role, n: int, share: float = 0.0) -> int | None:
     """Return the number of sequences in one optimizer update, over all data-parallel ranks.
 
     The fraction `share` of these sequences are demonstrations, and the rest are samples of the step. A step must be a
-    multiple of the mini-batch. In an agentic run this is only a warning, because the number of samples per trajectory
-    is not known in advance.
+    multiple of the mini-batch. If the pipeline makes tasks, this is only a warning, because the number of samples
+    per trajectory is not known in advance.
     """
     if train.strategy.layout is None:
         return None
@@ -255,7 +255,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
             " the share or the mini-batch, so that this is a whole number between 0 and the mini-batch",
         )
         return None
-    if agentic and sequences % mini:
+    if top.makes_tasks and sequences % mini:
         top.diag.note(
             "rollout_batch_size",
             f"{sequences} trajectories per step are not a multiple of the mini-batch of {mini}; the last update of a"
@@ -352,7 +352,7 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
 
 
 def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
-    """Refuse routing replay in workflows and environments, because routes are not recorded for their turns."""
+    """Refuse routing replay in workflows, because routes are not recorded for their turns."""
     if workflow and train and train.worker.router_replay.mode != "disable":
         train.worker.diag.error(
             ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; use disable"

@@ -8,9 +8,11 @@ from roll_opd.base.failures import RESEMBLES, nearest
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.schema import (
     MIXED_ROLES,
+    PIPELINES,
     PURE_ROLES,
     RemoteModelKeys,
     Reward,
+    Run,
     Section,
     Supervised,
     SupervisedWorker,
@@ -183,7 +185,8 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
     """
     train, infer = (next((names[at] for names in ROLES if names[at] in written), None) for at in (0, 1))
     supervised = _supervised(written)
-    top = supervised or Top
+    rolled_out = [keys for keys in PIPELINES.values() if issubclass(keys, Top)]  # Top comes first
+    tops: list[type[Run]] = [supervised] if supervised else [*rolled_out]
     roles: dict[Place, type[Section]] = {}
     if supervised:
         roles[(supervised.role,)] = SupervisedWorker
@@ -193,7 +196,7 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
         roles[(TEACHER, NAME) if several else (TEACHER,)] = TeacherWorker
         roles[("critic",)] = Worker
     roles[("reference",)] = Worker
-    yield (), keys_of(top).keys()
+    yield (), {key for top in tops for key in keys_of(top)}
     for root, section in roles.items():
         yield from _tree(section, root).items()
         own = MEGATRON_OPTIONS if kind_of(root[0]) in MEGATRON else VLLM_OPTIONS
@@ -202,7 +205,8 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
         yield (*root, *OPTIONS), own
     if not supervised:
         yield from _tree(Reward, ("rewards", NAME)).items()
-    yield from _tree(top, ()).items()
+    for top in tops:
+        yield from _tree(top, ()).items()
     if not supervised:
         yield from _tree(RemoteModelKeys, ("auxiliary_models", NAME)).items()
 

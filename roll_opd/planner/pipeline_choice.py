@@ -28,13 +28,12 @@ from roll_opd.config.schema import (
 )
 from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
 from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
-from roll_opd.planner import environment_sections
+from roll_opd.planner import environment_sections  # noqa: F401  # adds its pipeline
 
 # pipeline -> (description, launcher in examples/)
 LAUNCHERS = {
     "distill": ("pure on-policy distillation", "start_onpolicy_distill_pipeline.py"),
     "rlvr": ("learning from rewards (RLVR)", "start_rlvr_pipeline.py"),
-    "agentic": ("learning in environments", "start_agentic_pipeline.py"),
     "sft": ("supervised fine-tuning", "start_sft_pipeline.py"),
     "dpo": ("direct preference optimization", "start_dpo_pipeline.py"),
     "offline_distill": ("distillation from teacher files", "start_offline_distill_pipeline.py"),
@@ -91,11 +90,11 @@ def pipeline_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | 
         # checked first: errors about the keys of another pipeline would be misleading
         problem = _wrong_pipeline(values, requested, diag)
     if problem is None:
-        keys = _keys(values, pure, None if pipeline == "agentic" else pipeline)
+        keys = _keys(values, pure, pipeline)
         if issubclass(keys, Supervised):
             return keys
         problem = _rows_problem(values, diag)
-    if problem is None and environment_sections.is_agentic(values):
+    if problem is None and issubclass(keys, Top) and keys.makes_tasks:
         problem = _rollout_only_problem(values)
     if problem:
         raise ConfigError([problem])
@@ -108,8 +107,8 @@ def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
     The result is None if no key identifies a pipeline.
     """
     for name, rolled_out in PIPELINES.items():
-        if issubclass(rolled_out, Top) and (own := sorted(rolled_out.own_keys & values.keys())):
-            return name, own[0]
+        if issubclass(rolled_out, Top) and (own := rolled_out.selected_by(values)):
+            return name, own
     supervised = supervised_pipelines()
     for name, keys in supervised.items():
         if keys.role in values and keys.role not in (*PURE_ROLES, *MIXED_ROLES):
@@ -121,12 +120,8 @@ def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
         for name, keys in supervised.items():
             if values.get("algorithm_type") == keys.algorithm:
                 return name, "algorithm_type"
-            if own := sorted(keys.own_keys & values.keys()):
-                return name, own[0]
-    if environment_sections.is_agentic(values):
-        return "agentic", next(
-            (key for key in environment_sections.SECTIONS if values.get(key)), "pure_opd_pipeline_type"
-        )
+            if own := keys.selected_by(values):
+                return name, own
     if values.get("is_pure_opd") is True:
         return "distill", "is_pure_opd"
     if values.get("use_opd") is True:
@@ -145,22 +140,24 @@ def has_files(teacher: Any) -> bool:
 def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics) -> str | None:
     """Return an error if a configuration is for another pipeline than the requested one, else None."""
     found = _pipeline_of(values)
-    if found is None and requested == "agentic" and MIXED_ROLES[1] in values:
+    if found is None and getattr(PIPELINES.get(requested), "makes_tasks", False) and MIXED_ROLES[1] in values:
         found = "rlvr", MIXED_ROLES[1]
-    if requested not in LAUNCHERS or found is None or found[0] not in LAUNCHERS or found[0] == requested:
+    launchers = LAUNCHERS | {name: keys.launcher for name, keys in PIPELINES.items() if keys.launcher}
+    if requested not in launchers or found is None or found[0] not in launchers or found[0] == requested:
         return None
     supervised = supervised_pipelines()
     if requested not in supervised and values.get("algorithm_type") in [keys.algorithm for keys in supervised.values()]:
         return None  # `_rows_problem` reports it and names the launcher
     meant, key = found
-    is_played_pure = meant == "agentic" and not values.get("use_opd") and values.get("teacher")
-    if requested == "distill" and is_played_pure and values.get("is_pure_opd") is not False:
+    makes_tasks = getattr(PIPELINES.get(meant), "makes_tasks", False)
+    is_pure = not values.get("use_opd") and values.get("teacher") and values.get("is_pure_opd") is not False
+    if requested == "distill" and makes_tasks and is_pure:
         return None  # ROLL's launcher of distillation also runs environments
     if requested == "rlvr" and key == "is_pure_opd":
         return None  # ROLL runs pure distillation in its RLVR pipeline
-    what, launcher = LAUNCHERS[meant]
+    what, launcher = launchers[meant]
     return (
-        f"{key}: belongs to {what}, but {LAUNCHERS[requested][1]} runs pipeline {requested}; start it with"
+        f"{key}: belongs to {what}, but {launchers[requested][1]} runs pipeline {requested}; start it with"
         f" examples/{launcher}, or with `roll-opd run {meant}`{diag.where(key)}"
     )
 
@@ -171,10 +168,12 @@ def _keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) ->
     Raises ConfigError for an unknown name.
     """
     if pipeline is None:
-        found = _pipeline_of(values) if pure is None else None
-        return PIPELINES.get(found[0], Top) if found else Top
+        found = _pipeline_of(values)
+        keys = PIPELINES.get(found[0], Top) if found else Top
+        return keys if pure is None or issubclass(keys, Top) else Top
     if pipeline not in PIPELINES:
-        names = ", ".join(dict.fromkeys(("distill", "rlvr", "agentic", *PIPELINES)))
+        ordered = sorted(PIPELINES, key=lambda name: issubclass(PIPELINES[name], Supervised))
+        names = ", ".join(["distill", *ordered])
         problem = f"no pipeline {pipeline!r}; known: {names}, or a module's dotted path"
         try:
             users_module(pipeline)  # declares the pipeline's keys

@@ -19,6 +19,7 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.roll_keys import REWARD_KEYS_OF_ROLL
 from roll_opd.config.schema import (
     MIXED_ROLES,
+    PIPELINES,
     PURE_ROLES,
     Reading,
     RemoteModelKeys,
@@ -29,6 +30,7 @@ from roll_opd.config.schema import (
     SupervisedWorker,
     TeacherWorker,
     Term,
+    Top,
     Worker,
     changed,
     keys_of,
@@ -100,6 +102,8 @@ def read_sections(
         *(("teacher", "rewards", "reward_model", AUXILIARY) if supervised is None else ()),
     }
     left_out = _variables(values, known, keys.ignored, variables, diag)
+    if supervised is None:
+        left_out |= _of_other_pipelines(values, known, diag)
     rest = {key: value for key, value in values.items() if key not in left_out}
     if supervised and supervised.has_reference:
         rest.setdefault(REFERENCE, {})
@@ -115,6 +119,14 @@ def read_sections(
         _read_auxiliaries(rest.pop(AUXILIARY, None), sections, diag)
     sections.top = _with_devices(read_section(keys, rest, diag, known), sections)
     return sections
+
+
+def _of_other_pipelines(values: Mapping[str, Any], known: set[str], diag: Diagnostics) -> set[str]:
+    """Return the keys that only other pipelines with a rollout have. They are reported as keys without effect."""
+    others = {key for keys in PIPELINES.values() if issubclass(keys, Top) for key in keys_of(keys)}
+    found = (values.keys() & others) - known
+    diag.unused(*found)
+    return found
 
 
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:

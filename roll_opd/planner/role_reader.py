@@ -348,7 +348,7 @@ class RoleReader:
         Roles that the run does not use are reported by `_used`.
         """
         top, train, infer = self._sections.top, self._roles.train, self._roles.infer
-        plays = isinstance(top, Top) and top.custom_envs
+        plays = isinstance(top, Top) and top.makes_tasks
         templates = {top.global_template if top else None, train.worker.data_args.template if train else None}
         for role in self._roles.placed():
             rows = role.worker.data_args

@@ -1,6 +1,5 @@
-"""Plan the parts of runs with rollouts: prompts, environments, teachers, rewards and workflows."""
+"""Plan the parts of runs with rollouts: prompts or other tasks, teachers, rewards and workflows."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +18,13 @@ from roll_opd.config.plan import (
     ValidationPlan,
     WorkflowPlan,
 )
-from roll_opd.config.schema import CriticKeys, RemoteModelKeys, RolloutKeys, Top, WorkflowKeys, keys_of, shared
+from roll_opd.config.schema import CriticKeys, RemoteModelKeys, RolloutKeys, Run, Top, WorkflowKeys, keys_of, shared
 from roll_opd.data.files import first_tags
 from roll_opd.planner import (
     check_async,
     check_devices,
     check_objective,
     check_values,
-    environment_sections,
     parts,
     row_plans,
     teacher_context,
@@ -47,13 +45,13 @@ TITLES = {
 MAX_TOKENS = 2**31 - 1  # maximum tokens of a row that is not a prompt
 
 
-def complete(sections: Sections, values: Mapping[str, Any], mode: str) -> None:
+def complete(sections: Sections, keys: type[Run], mode: str) -> None:
     """Complete the configuration in `sections`.
 
-    Keys without a value from the user get their values from the algorithm or the environments.
+    Keys without a value from the user get their values from the algorithm or the tasks of the pipeline `keys`.
     """
-    if environment_sections.is_agentic(values):
-        environment_sections.with_sampling(sections)
+    if issubclass(keys, Top):
+        keys.before_roles(sections)
     if isinstance(sections.top, Top):
         sections.top = expand(sections.top, sections.workers, mode)
 
@@ -73,7 +71,7 @@ class RolloutParts:
     data: DataPlan | None
     held_out: DataPlan | None
     demonstrations: DataPlan | None
-    played: ValidationPlan | None  # validation in environments
+    played: ValidationPlan | None  # validation on tasks of the pipeline
 
     @property
     def validates(self) -> bool:
@@ -99,7 +97,7 @@ class RolloutParts:
             each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
             samples -= each
             demonstrations = DemonstrationPlan(self.demonstrations, each, updates=sequences // samples)
-        # agentic runs may have a remainder, for which one more update is made
+        # tasks may have a remainder, for which one more update is made
         updates = top.ppo_epochs * -(-sequences // samples)
         critic = self._critic(sequences)
         steps = top.max_steps - (critic.critic_warmup if critic else 0)
@@ -122,12 +120,12 @@ class RolloutParts:
             validates=bool(validation and top.eval_steps),
             has_auxiliaries=bool(workflow and workflow.auxiliary_models),
         )
-        place = " in environments" if data.environments else " by workflow" if workflow else ""
+        place = top.tasks_in or (" by workflow" if workflow else "")
         return {
             **shared(RolloutKeys, top),
             "mode": roles.mode,
             "pipeline": top.pipeline,
-            "pipeline_args": FrozenDict({key: getattr(top, key) for key in keys_of(type(top)).keys() - keys_of(Top)}),
+            "pipeline_args": FrozenDict(top.arguments()),
             "title": (top.title or TITLES[roles.mode]) + place,
             "max_steps": top.max_steps,
             "student": student,
@@ -137,7 +135,7 @@ class RolloutParts:
                 replace(reward, engine=self._judge(reward.domain, sizes.response)) for reward in self.rewards
             ),
             "data": replace(data, contexts=() if workflow else contexts),  # workflows make the prompts
-            "objective": environment_sections.compared(objective, top) if data.environments else objective,
+            "objective": top.objective_of_tasks(objective),
             "reference": parts.megatron_plan(roles.reference, top, roles.train) if roles.reference else None,
             "critic": critic,
             "demonstrations": demonstrations,
@@ -189,52 +187,47 @@ class RolloutParts:
         return found
 
 
-def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> RolloutParts | None:
+def read(sections: Sections, roles: Roles) -> RolloutParts | None:
     """Return the checked parts of a run with rollouts.
 
     The result is None if the top-level keys could not be read.
     """
-    top, agentic = sections.top, environment_sections.is_agentic(values)
+    top = sections.top
     if not isinstance(top, Top):
         return None
-    if agentic:
-        top = environment_sections.expanded(top, roles.infer.worker.generating_args if roles.infer else None)
+    top = top.with_tasks(roles.infer.worker.generating_args if roles.infer else None)
     check_values.check_replay_of_turns(top.workflow, roles.train)
-    check_objective.check_objective(top, roles.mode, agentic)
+    check_objective.check_objective(top, roles.mode)
     check_objective.check_topk(top, roles.shared_vocabulary)
     check_devices.check_devices(roles.placed(), top)
     check_async.check_async(top, roles)
-    sizes = check_values.read_sizes(top, roles, agentic)
+    sizes = check_values.read_sizes(top, roles)
     teacher_context.check_teachers(roles, top, sizes.response or 0)
     check_http_teachers(roles, top)
-    if not agentic:
+    if not top.makes_tasks:
         check_objective.check_samples(top, sizes.n, bool(sections.rewards))
-    rewards = read_rewards(sections.rewards, roles.mode, 0 if agentic else sizes.n)
+    rewards = read_rewards(sections.rewards, roles.mode, 0 if top.makes_tasks else sizes.n)
     if None not in (*sections.teachers.values(), *sections.rewards.values()):
         check_objective.check_signals(top, roles, rewards)
     if sections.auxiliaries and not top.workflow:
         top.diag.unused("auxiliary_models")
     if roles.mode != "pure":
-        _check_rewards(top, sections, rewards, sizes.n, roles.mode, agentic)
-    data, held_out = _tasks(top, roles, sections) if agentic else _prompts(top, roles, sections, rewards)
-    demonstrations = _demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
+        _check_rewards(top, sections, rewards, sizes.n, roles.mode)
+    data, held_out = _tasks(top, roles, sections) if top.makes_tasks else _prompts(top, roles, sections, rewards)
+    demonstrations = _demonstrations(top, top.prompt_length + (sizes.response or 0))
     played = None
-    if agentic and roles.infer and sizes.response:
-        played = environment_sections.held_out(top, roles.infer.worker.generating_args, sizes.response)
+    if roles.infer and sizes.response:
+        played = top.held_out_tasks(roles.infer.worker.generating_args, sizes.response)
     return RolloutParts(top, roles, sections, sizes, rewards, data, held_out, demonstrations, played)
 
 
-def _check_rewards(
-    top: Top, sections: Sections, rewards: tuple[RewardPlan, ...], responses: int, mode: str, agentic: bool
-) -> None:
+def _check_rewards(top: Top, sections: Sections, rewards: tuple[RewardPlan, ...], responses: int, mode: str) -> None:
     """Check the rewards and the advantages of a run.
 
     Args:
         responses: number of responses per prompt.
     """
-    check_objective.check_steps(top, agentic, environment_sections.whole_trajectories(top) if agentic else ())
-    by_tag = agentic and top.reward_normalization.grouping in environment_sections.BY_TAG
-    check_objective.check_groups(top, responses, agentic=agentic, by_tag=by_tag)
+    check_objective.check_groups(top, responses, compares_prompts=check_objective.check_steps(top))
     check_objective.check_rewards(top, rewards)
     if not (sections.rewards or top.workflow):
         switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
@@ -244,16 +237,14 @@ def _check_rewards(
 
 
 def _tasks(top: Top, roles: Roles, sections: Sections) -> tuple[DataPlan, None]:
-    """Return (training tasks in environments, None).
+    """Return (training tasks, None).
 
-    The second value stands for the held-out rows of `_prompts`, because environments have no held-out rows. Validation
-    in environments is planned by `environment_sections.held_out`.
+    The second value stands for the held-out rows of `_prompts`. `Top.held_out_tasks` plans the validation on tasks.
     """
-    games = environment_sections.data(top)
-    held_out = environment_sections.tasks(top, top.val_env_manager) if top.val_env_manager else None
-    if None not in sections.teachers.values():  # environments return the rewards
-        row_plans.check_tags(roles, (), games, held_out, top.diag)
-    return games, None
+    training, held_out = top.tasks()
+    if None not in sections.teachers.values():  # the tasks return the rewards
+        row_plans.check_tags(roles, (), training, held_out, top.diag)
+    return training, None
 
 
 def _prompts(
@@ -289,7 +280,7 @@ def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
     return replace(data, schema="task", prompt_length=MAX_TOKENS, columns=FrozenDict(columns), system_prompt=None)
 
 
-def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
+def _demonstrations(top: Top, length: int) -> DataPlan | None:
     """Return the plan of the demonstrations; None for a run without demonstrations.
 
     Args:
@@ -312,8 +303,8 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
                 " mix_chord, or remove the section",
             )
         return None
-    if agentic:
-        text = "is available for answers to prompts, but not yet for trajectories in environments; remove this section"
+    if top.makes_tasks:
+        text = f"is available for answers to prompts, but not yet for trajectories{top.tasks_in}; remove this section"
         top.diag.unsupported("demonstrations", text)
         return None
     args = section.data_args

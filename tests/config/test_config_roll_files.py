@@ -75,7 +75,7 @@ def test_rlvr_with_five_domains(root: Path) -> None:
 
 def test_rolls_agentic_configuration_is_planned(root: Path) -> None:
     run = _plan(root, "agentic_sokoban")
-    assert (run.mode, run.pipeline, run.is_agentic) == ("rl", "rlvr", True)
+    assert (run.mode, run.pipeline, run.is_agentic) == ("rl", "agentic", True)
     assert (run.rollout_batch_size, run.rollout.sampling.n) == (128, 8)
     assert run.data.environments == {"SimpleSokoban": 128}
     assert run.validation.data.environments["SokobanDifferentGridVocab"] == 256

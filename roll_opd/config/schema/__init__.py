@@ -11,12 +11,6 @@ A pipeline declares its keys as a subclass of `Top` if it has a rollout, or of `
 `docs/configuration.md` is generated from these declarations.
 """
 
-from roll_opd.config.schema.environment_keys import (
-    AgenticKeys,
-    EnvironmentKeys,
-    EnvironmentsPlayed,
-    RewardNormalization,
-)
 from roll_opd.config.schema.key_types import (
     COLDEST,
     AboveZero,
@@ -46,6 +40,7 @@ from roll_opd.config.schema.objective_keys import (
     ObjectiveKeys,
     ReinforcementKeys,
     SampleKeys,
+    StepKeys,
     TokenFilter,
     TrainInferCorrection,
 )

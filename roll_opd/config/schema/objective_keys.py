@@ -108,6 +108,17 @@ class SampleKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepKeys(Section):
+    """Keys of advantages that compare the steps of a trajectory."""
+
+    step_reward_gamma: Fraction = key(
+        0.95, "with gigpo or step_reinforce: discount factor of the rewards of later steps"
+    )
+    episode_reward_weight: Number = key(1.0, "with gigpo: weight of the advantage that compares whole trajectories")
+    step_reward_weight: Number = key(1.0, "with gigpo: weight of the advantage that compares steps from the same state")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     """Keys of the objective; the formulas are in `roll_opd.algorithms`."""
 

@@ -3,18 +3,21 @@
 `Top` has all keys of the top level of a file.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from roll_opd.config import roll_keys as roll
-from roll_opd.config.schema.environment_keys import AgenticKeys
 from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Many, Name, NotNegative, Positive, Versions
-from roll_opd.config.schema.objective_keys import CriticKeys, ObjectiveKeys, TrainInferCorrection
+from roll_opd.config.schema.objective_keys import CriticKeys, ObjectiveKeys, StepKeys, TrainInferCorrection
 from roll_opd.config.schema.run_keys import PromptColumns, Run
 from roll_opd.config.schema.section import OURS, TRINITY, Section, key, keys_of
 from roll_opd.config.schema.worker_keys import DataArgs, GeneratingArgs, Worker
+
+if TYPE_CHECKING:  # these types inherit from the keys
+    from roll_opd.config.plan import DataPlan, ObjectivePlan, RunPlan, ValidationPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +165,15 @@ class RemoteModelKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys):
+class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     """All keys of a run with a rollout, except the keys of its roles. Each further pipeline is a subclass."""
 
     pipeline = "rlvr"
     title = ""  # by mode
+    # a pipeline that makes its own prompts and rewards, such as games, sets `makes_tasks` and has the methods below
+    makes_tasks: ClassVar[bool] = False
+    tasks_in: ClassVar[str] = ""  # follows the title of the mode
+    group_key: ClassVar[str] = "num_return_sequences_in_group"  # sets the number of samples that are compared
     max_steps: Positive = key(500, "steps of the run")
     prompt_length: Positive = key(1024, "maximum tokens of a prompt")
     response_length: Positive | None = key(None, "maximum tokens of a response")
@@ -245,3 +252,55 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     importance_sampling: str | None = key(
         None, "ratio of the policy loss; token: one ratio for each token; seq: one ratio for each sequence"
     )
+
+    def arguments(self) -> Mapping[str, Any]:
+        """Return the values of the pipeline's further keys, which `plan.pipeline_args` has."""
+        return {name: getattr(self, name) for name in keys_of(type(self)).keys() - keys_of(Top)}
+
+    # planning of a pipeline that makes its own tasks
+
+    @classmethod
+    def before_roles(cls, sections: Any) -> None:
+        """Change the sections of the configuration (`planner.read.Sections`) before the roles are read."""
+
+    def with_tasks(self, args: GeneratingArgs | None) -> Self:
+        """Return these keys with the sizes and the workflow of the tasks. `args` are those of the rollout."""
+        return self
+
+    def tasks(self) -> "tuple[DataPlan, DataPlan | None]":
+        """Return the tasks of training and of validation."""
+        raise NotImplementedError
+
+    def held_out_tasks(self, args: GeneratingArgs, response: int) -> "ValidationPlan | None":
+        """Return the plan of validation. `response` is the number of tokens of a response."""
+        return None
+
+    def objective_of_tasks(self, plan: "ObjectivePlan") -> "ObjectivePlan":
+        """Return the objective with the groups of tasks in which rewards are compared."""
+        return plan
+
+    def check_advantage(self, facts: Any) -> bool:
+        """Report an advantage that does not fit the tasks; return whether rewards are compared in groups of samples."""
+        return True
+
+    # a run of a pipeline that makes its own tasks
+
+    @classmethod
+    def open_tasks(cls, plan: "RunPlan") -> tuple[Any, list[Any]]:
+        """Return the source of training tasks (`data.prompt_source.TaskSource`), and the validation tasks."""
+        raise NotImplementedError
+
+    @classmethod
+    def named_code(cls, plan: "RunPlan") -> Iterator[str]:
+        """Yield the names of the tasks' classes, to find out whether the user has written one of them."""
+        return iter(())
+
+    @classmethod
+    def check_code(cls, plan: "RunPlan") -> Iterator[str]:
+        """Import the classes of the tasks; yield their problems."""
+        return iter(())
+
+    @classmethod
+    def servers(cls, plan: "RunPlan") -> Iterator[tuple[str, str, str]]:
+        """Yield (key, address, remedy) of each server that the tasks need."""
+        return iter(())

@@ -1,5 +1,6 @@
 """Keys of every pipeline: directory, seed, steps, checkpoints, trackers, nodes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -109,6 +110,8 @@ class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
     pipeline: ClassVar[str]  # the loop: a module in `roll_opd.pipelines`, or the path of a user's module
     title: ClassVar[str]  # display name
     own_keys: ClassVar[frozenset[str]] = frozenset()  # keys that identify the pipeline of a configuration
+    loop: ClassVar[str] = ""  # the pipeline with the loop, if this pipeline has none of its own
+    launcher: ClassVar[tuple[str, str] | None] = None  # description of the pipeline, and its file in examples/
 
     exp_name: str | None = key(None, "name of the experiment; default: the file's name")
     system_envs: Environment = key({}, "environment variables of all processes")
@@ -152,6 +155,11 @@ class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
     def __init_subclass__(cls) -> None:
         if "pipeline" in vars(cls):
             PIPELINES[cls.pipeline] = cls
+
+    @classmethod
+    def selected_by(cls, values: Mapping[str, Any]) -> str | None:
+        """Return the key of the configuration `values` that selects this pipeline, or None."""
+        return next(iter(sorted(cls.own_keys & values.keys())), None)
 
 
 PIPELINES: dict[str, type[Run]] = {}  # pipeline -> its keys
