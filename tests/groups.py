@@ -32,7 +32,7 @@ GROUPS = (
 EXPENSIVE_FILES = (  # of five CPU-seconds or ten seconds of waiting or more
     # files that wait, while other processes have groups that compute
     "tests/rewards/test_llm_judge.py",
-    "tests/environments/test_http_client.py",
+    "tests/extras/games/test_http_client.py",
     "tests/cluster/test_cluster_files.py",
     "tests/cluster/test_liveness.py",
     "tests/cluster/test_process_reaper.py",
@@ -51,7 +51,7 @@ EXPENSIVE_FILES = (  # of five CPU-seconds or ten seconds of waiting or more
     "tests/config/test_config_roll_files.py",
     "tests/data/test_dataset.py",
     "tests/base/test_interpreter.py",
-    "tests/environments/test_games.py",
+    "tests/extras/games/test_games.py",
     "tests/config/test_history.py",
     "tests/rewards/test_code_sandbox.py",
     "tests/tracking/test_significance.py",

@@ -32,7 +32,7 @@ FLOORS = {
     "roll_opd.workflows": (5, "workflows"),
     "roll_opd.megatron": (5, "megatron"),
     "roll_opd.cluster": (4, "cluster"),
-    "roll_opd.environments": (4, "environments"),
+    "roll_opd.extras": (4, "games"),
     "roll_opd.objective": (4, "objective"),
     "roll_opd.report": (4, "report"),
     "roll_opd.inference": (3, "inference"),
@@ -63,7 +63,7 @@ STRANGERS = {
     "inference": {"ray", "megatron"},
     "rewards": ENGINES_AND_RAY,
     "workflows": ENGINES_AND_RAY,
-    "environments": ENGINES_AND_RAY | {"torch", "transformers"},
+    "games": ENGINES_AND_RAY | {"torch", "transformers"},
 }
 # names of files and classes that stand for two things, each with its reason
 SHARED_NAMES = {
@@ -80,7 +80,7 @@ TORCH_FREE = (
     "roll_opd.config.plan",
     "roll_opd.config.schema",
     "roll_opd.rewards.interface",
-    "roll_opd.environments",
+    "roll_opd.extras.games",
     "roll_opd.commands.main",
 )
 
@@ -188,9 +188,9 @@ def test_a_room_does_not_know_strangers(room: str) -> None:
 def is_builtin(module: str) -> bool:
     """Return whether a module is a built-in part that only its registry imports, by name."""
     room, _, rest = module.removeprefix("roll_opd.").partition(".")
-    if room == "environments":
+    if room == "extras":
         registers = "@ENVIRONMENTS.register(" in MODULES[module].read_text(encoding="utf-8")
-        return registers and rest != "environment_interface"
+        return registers and rest != "games.environment_interface"
     return room in ("rewards", "tracking", "workflows") and rest.startswith("builtin.")
 
 

@@ -81,7 +81,7 @@ INSTEAD = list(PATTERNS.values())
 # (file, matched text) that is the right word there
 RIGHT = {
     # prompts to a model, which are part of published results or of a game's rules
-    ("roll_opd/environments/guess_number.py", "told"),
+    ("roll_opd/extras/games/guess_number.py", "told"),
     ("roll_opd/rewards/builtin/llm_judge.py", "asked"),
     ("roll_opd/rewards/judging.py", "says"),
     ("roll_opd/rewards/judging.py", "what it says"),

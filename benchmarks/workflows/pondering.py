@@ -4,8 +4,8 @@ import random
 import time
 from typing import Any
 
-from roll_opd.environments import ENVIRONMENTS
-from roll_opd.environments.frozen_lake import FrozenLake
+from roll_opd.extras.games import ENVIRONMENTS
+from roll_opd.extras.games.frozen_lake import FrozenLake
 
 
 @ENVIRONMENTS.register("pondering")

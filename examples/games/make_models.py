@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from roll_opd.environments import EnvironmentFailure, make
+from roll_opd.extras.games import EnvironmentFailure, make
 
 HERE = Path(__file__).resolve().parent
 TOKENIZER = HERE.parent / "demo" / "models" / "teacher"

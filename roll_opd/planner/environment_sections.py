@@ -38,7 +38,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.data.prompt_source import EnvironmentSource, Prompt, held_out_tasks, rules_of
-from roll_opd.environments import check, check_declared
+from roll_opd.extras.games import check, check_declared
 from roll_opd.planner.parts import sampling_plan
 from roll_opd.planner.read import Sections
 from roll_opd.workflows.prompt_templates import (
@@ -67,7 +67,7 @@ UNREAD = {  # key of a run over prompts -> its replacement in environments
     "global_template": _PROMPTS,
     "tag_to_template": _PROMPTS,
 }
-SERVE = "start it with `python -m roll_opd.environments.serve`"
+SERVE = "start it with `python -m roll_opd.extras.games.serve`"
 
 
 @dataclass(frozen=True, kw_only=True)

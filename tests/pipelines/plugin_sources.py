@@ -5,7 +5,7 @@ import os
 import random
 import time
 
-from roll_opd.environments import ENVIRONMENTS, Environment
+from roll_opd.extras.games import ENVIRONMENTS, Environment
 
 
 @ENVIRONMENTS.register("sums")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.prompt_source import Prompt
-from roll_opd.environments import ENVIRONMENTS
+from roll_opd.extras.games import ENVIRONMENTS
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.workflows import Experience, ModelWrapper, Task
 from roll_opd.workflows.builtin import game_session

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from roll_opd.environments import check, make
+from roll_opd.extras.games import check, make
 from roll_opd.workflows.builtin.agent import AgentWorkflow
 from roll_opd.workflows.workflow_interface import Task
 from tests.pages import BLOCK, DOCS, blocks

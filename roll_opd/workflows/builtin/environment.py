@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from roll_opd.environments.environment_interface import AGGREGATIONS
+from roll_opd.extras.games.environment_interface import AGGREGATIONS
 from roll_opd.workflows.builtin.game_session import GameSession, lent_game
 from roll_opd.workflows.prompt_templates import filled, makes_steps
 from roll_opd.workflows.workflow_experience import STATE, TURN_REWARDS, Experience, NoRoomError

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from roll_opd.environments import EnvironmentFailure, make
-from roll_opd.environments.environment_interface import read_reset, read_step
+from roll_opd.extras.games import EnvironmentFailure, make
+from roll_opd.extras.games.environment_interface import read_reset, read_step
 from roll_opd.workflows.run_state import RUN
 from roll_opd.workflows.workflow_experience import RunFailure
 

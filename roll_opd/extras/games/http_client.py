@@ -25,7 +25,7 @@ import httpx
 
 from roll_opd.base.addresses import address_fault, proxy_of
 from roll_opd.base.excerpt import excerpt
-from roll_opd.environments.environment_interface import (
+from roll_opd.extras.games.environment_interface import (
     ENVIRONMENTS,
     Environment,
     EnvironmentFailure,
@@ -34,12 +34,12 @@ from roll_opd.environments.environment_interface import (
     read_reset,
     read_step,
 )
-from roll_opd.environments.game import at_least, checked_seed
+from roll_opd.extras.games.game import at_least, checked_seed
 
 BUSY = (408, 425, 429)  # retryable statuses, in addition to 500 and above
 FIRST_WAIT, MAX_WAIT = 0.2, 10.0  # seconds between attempts, doubled each time
 CLOSE_SECONDS = 2.0
-HOW_TO_SERVE = "start a server with `python -m roll_opd.environments.serve`, or correct the url"
+HOW_TO_SERVE = "start a server with `python -m roll_opd.extras.games.serve`, or correct the url"
 
 
 @ENVIRONMENTS.register("http")

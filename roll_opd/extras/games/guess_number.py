@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from roll_opd.environments.environment_interface import ENVIRONMENTS, EnvironmentFailure
-from roll_opd.environments.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
+from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
+from roll_opd.extras.games.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
 
 INSTRUCTION = (
     "Guess a whole number from {low} to {high}; you have {turns} guesses, and are told whether the number is higher or"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import regex
 
-from roll_opd.environments.environment_interface import Environment, EnvironmentFailure, Reset, Step
+from roll_opd.extras.games.environment_interface import Environment, EnvironmentFailure, Reset, Step
 
 PATTERN = "<answer>(.*?)</answer>"
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")

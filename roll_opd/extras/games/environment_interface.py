@@ -54,7 +54,7 @@ ENVIRONMENTS: Registry[dict] = Registry(
     made_of="class",
     example="my_envs.MyGame",
     error=EnvironmentFailure,
-    package="roll_opd.environments",
+    package="roll_opd.extras.games",
     facts_type=dict,
     decorator="ENVIRONMENTS.register",
 )

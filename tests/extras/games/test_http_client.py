@@ -19,11 +19,11 @@ import httpx
 import numpy as np
 import pytest
 
-from roll_opd.environments import ENVIRONMENTS, Environment, EnvironmentFailure, make
-from roll_opd.environments import http_client as remote_module
-from roll_opd.environments.serve import EnvironmentServer, main
+from roll_opd.extras.games import ENVIRONMENTS, Environment, EnvironmentFailure, make
+from roll_opd.extras.games import http_client as remote_module
+from roll_opd.extras.games.serve import EnvironmentServer, main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @ENVIRONMENTS.register("counter_of_test_remote")
@@ -316,7 +316,7 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_the_command_serves_on_loopback_until_it_is_interrupted() -> None:
-    command = [sys.executable, "-m", "roll_opd.environments.serve", "frozen_lake", "size=5", "--port", "0"]
+    command = [sys.executable, "-m", "roll_opd.extras.games.serve", "frozen_lake", "size=5", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from roll_opd.environments.environment_interface import ENVIRONMENTS, EnvironmentFailure
-from roll_opd.environments.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
-from roll_opd.environments.guess_number import whole_number
+from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
+from roll_opd.extras.games.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
+from roll_opd.extras.games.guess_number import whole_number
 
 INSTRUCTION = (
     "You are shown {turns} numbers, one a turn. Each turn give the sum of all numbers so far, in this form:"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.environments.environment_interface import EnvironmentFailure, read_reset, read_step
+from roll_opd.extras.games.environment_interface import EnvironmentFailure, read_reset, read_step
 
 
 class Refused(Exception):

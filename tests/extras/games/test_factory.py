@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from roll_opd.base.frozen import freeze
-from roll_opd.environments import ENVIRONMENTS, Environment, EnvironmentFailure, check, find, located, make
-from roll_opd.environments.environment_interface import read_reset, read_step
-from roll_opd.environments.factory import NEEDS
+from roll_opd.extras.games import ENVIRONMENTS, Environment, EnvironmentFailure, check, find, located, make
+from roll_opd.extras.games.environment_interface import read_reset, read_step
+from roll_opd.extras.games.factory import NEEDS
 
 OWN = """
-from roll_opd.environments import ENVIRONMENTS, Environment
+from roll_opd.extras.games import ENVIRONMENTS, Environment
 
 @ENVIRONMENTS.register("echo")
 class Echo(Environment):
@@ -66,7 +66,7 @@ def test_all_built_in_names_are_found_and_are_environments() -> None:
 
 def test_the_room_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom roll_opd.environments import ENVIRONMENTS, find\n"
+        "import sys\nfrom roll_opd.extras.games import ENVIRONMENTS, find\n"
         "for name in ENVIRONMENTS.builtin: find(name)\n"
         "print({'torch', 'vllm', 'megatron', 'ray', 'transformers', 'gymnasium', 'gem'} & sys.modules.keys() or 'free')"
     )

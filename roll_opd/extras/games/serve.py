@@ -1,4 +1,4 @@
-"""Serve an environment over HTTP, for `env_type: http`: `python -m roll_opd.environments.serve frozen_lake size=6`."""
+"""Serve an environment over HTTP, for `env_type: http`: `python -m roll_opd.extras.games.serve frozen_lake size=6`."""
 
 import argparse
 import ipaddress
@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from roll_opd.base.command_line import DONE, FAILED, USER_ERROR
-from roll_opd.environments.environment_interface import EnvironmentFailure
-from roll_opd.environments.factory import check, make
-from roll_opd.environments.http_sessions import Episodes, Refused
+from roll_opd.extras.games.environment_interface import EnvironmentFailure
+from roll_opd.extras.games.factory import check, make
+from roll_opd.extras.games.http_sessions import Episodes, Refused
 
 LOOPBACK = "127.0.0.1"
 PORT = 8000
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The exit code is 2 for invalid arguments.
     """
-    parser = argparse.ArgumentParser("python -m roll_opd.environments.serve", description=(__doc__ or "").split(",")[0])
+    parser = argparse.ArgumentParser("python -m roll_opd.extras.games.serve", description=(__doc__ or "").split(",")[0])
     parser.add_argument("env_type", help="a name as in a configuration: frozen_lake, my_envs.MyGame, game:Wordle-v0")
     parser.add_argument(
         "config", nargs="*", metavar="key=value", help="argument of the environment; the value is read as YAML"

@@ -10,8 +10,8 @@ from functools import cache
 
 import numpy as np
 
-from roll_opd.environments.environment_interface import ENVIRONMENTS, EnvironmentFailure
-from roll_opd.environments.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
+from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
+from roll_opd.extras.games.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
 
 KINDS = ("shirt", "jacket", "scarf", "lamp", "chair", "rug", "mug", "backpack")
 COLORS = ("red", "blue", "green", "black", "white", "yellow")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_opd.environments import EnvironmentFailure, make
+from roll_opd.extras.games import EnvironmentFailure, make
 
 SMALL_ROOM = {"dim_room": [6, 6], "num_boxes": 1, "max_steps": 100}
 GAMES: dict[str, dict[str, Any]] = {

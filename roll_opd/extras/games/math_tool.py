@@ -13,8 +13,8 @@ from typing import Any, Literal
 from roll_opd.base.failures import os_sentence
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError, number_text
-from roll_opd.environments.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
-from roll_opd.environments.game import SPECIAL_TOKENS, at_least, checked_seed, random_numbers
+from roll_opd.extras.games.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
+from roll_opd.extras.games.game import SPECIAL_TOKENS, at_least, checked_seed, random_numbers
 from roll_opd.rewards.builtin.code_sandbox import UNSAFE
 from roll_opd.rewards.builtin.math_rule import is_right
 from roll_opd.rewards.mathematics.final_answer import boxed

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sandboxes import needs_bwrap
 
-from roll_opd.environments import EnvironmentFailure, check, make
-from roll_opd.environments.math_tool import NOTHING, PythonTool, tool_program
+from roll_opd.extras.games import EnvironmentFailure, check, make
+from roll_opd.extras.games.math_tool import NOTHING, PythonTool, tool_program
 
 ROWS = [{"problem": f"{n} + {n}?", "answer": 2 * n} for n in range(10)] + [
     {"problem": "Half of 3?", "answer": "\\frac{3}{2}"}

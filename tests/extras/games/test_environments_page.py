@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_opd.environments import ENVIRONMENTS, check, find, make
-from roll_opd.environments import serve as serve_module
-from roll_opd.environments.factory import NEEDS
+from roll_opd.extras.games import ENVIRONMENTS, check, find, make
+from roll_opd.extras.games import serve as serve_module
+from roll_opd.extras.games.factory import NEEDS
 from tests.pages import DOCS, blocks
 
 PAGE = (DOCS / "environments.md").read_text(encoding="utf-8")

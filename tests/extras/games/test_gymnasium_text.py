@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_opd.environments import EnvironmentFailure, check, find, make
+from roll_opd.extras.games import EnvironmentFailure, check, find, make
 
 
 def newest(name: str) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.environments.environment_interface import ENVIRONMENTS, EnvironmentFailure
-from roll_opd.environments.game import (
+from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
+from roll_opd.extras.games.game import (
     PATTERN,
     SPECIAL_TOKENS,
     Game,

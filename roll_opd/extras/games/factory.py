@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from roll_opd.base.registry import argument_problems
-from roll_opd.environments.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure
+from roll_opd.extras.games.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure
 
 GYMNASIUM = "gymnasium:"
 GEM_PACKAGE = "gem-llm"  # name of the package on PyPI; its module is `gem`
@@ -34,7 +34,7 @@ def find(env_type: str) -> Callable[..., Any]:
         return partial(_gem(env_type).make, env_type)
     found = ENVIRONMENTS.find(env_type)
     if not inspect.isclass(found):
-        raise EnvironmentFailure(f"env_type {env_type}: expected a class such as roll_opd.environments.Environment")
+        raise EnvironmentFailure(f"env_type {env_type}: expected a class such as roll_opd.extras.games.Environment")
     for method in ("reset", "step"):
         own = getattr(found, method, None)
         if not callable(own) or own is getattr(Environment, method):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from roll_opd.environments import make
-from roll_opd.environments.game import SECONDS, ActionReader
+from roll_opd.extras.games import make
+from roll_opd.extras.games.game import SECONDS, ActionReader
 
 MOVES = {0: "Left", 1: "Down"}
 THINK = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"

@@ -1,0 +1,1 @@
+"""What is not distillation: each package here registers its parts as a package of a user does."""
