@@ -53,7 +53,7 @@ import asyncio
 import random
 
 from roll_opd.workflows import WORKFLOWS
-from roll_opd.workflows.builtin.single_turn import OnPolicyDistillWorkflow
+from roll_opd.extras.trinity.workflows.single_turn import OnPolicyDistillWorkflow
 
 
 @WORKFLOWS.register_module("slow_answers")

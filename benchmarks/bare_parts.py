@@ -128,7 +128,7 @@ def _environments(plan: RunPlan) -> Sample:
     """Return a function that plays a step's games."""
     from bare_games import Games
 
-    from roll_opd.data.prompt_source import EnvironmentSource
+    from roll_opd.extras.games.task_source import EnvironmentSource
 
     if not plan.is_agentic:
         raise BareError("of workflows, only those in environments can be measured; choose such a configuration")

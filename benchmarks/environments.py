@@ -21,7 +21,7 @@ from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
-from roll_opd.data.prompt_source import EnvironmentSource
+from roll_opd.extras.games.task_source import EnvironmentSource
 from roll_opd.pipelines import start_roles
 from roll_opd.planner.build import load_plan
 

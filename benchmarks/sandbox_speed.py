@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
+from roll_opd.extras.graders.rewards.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import RewardSample, Score
 
 # pairs of programs that read a number; the second program is wrong for some numbers below 5

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll_opd.rewards.builtin.math_rule import MathRule
+from roll_opd.extras.graders.rewards.math_rule import MathRule
 from roll_opd.rewards.interface import RewardSample, Scores
 
 HERE = Path(__file__).resolve().parent

@@ -50,8 +50,8 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.templates import load_tokenizer
+from roll_opd.extras.graders.rewards.math_rule import is_right
 from roll_opd.objective.loss import opd_penalty
-from roll_opd.rewards.builtin.math_rule import is_right
 
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_PER_STEP = 128  # one answer per prompt; with a reward, several answers to a prompt would be compared

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from roll_opd.base.entry_points import load_all
 from roll_opd.config import schema
 from roll_opd.config.schema import PIPELINES, Section, Top
-from roll_opd.planner import environment_sections  # noqa: F401  # adds its pipeline
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
@@ -32,6 +32,7 @@ The roles are sections with the keys of [a role](#a-role): in pure distillation 
 needed `teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to
 the models that a workflow calls: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
 """
+load_all("pipelines")
 SANITY = (2**31 - 1, 10**6)  # bounds that only catch slips; the page does not show them
 TITLES = {
     schema.Top: "A run that rolls out",

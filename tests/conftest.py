@@ -72,7 +72,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test of a slow room and every nightly test as slow; sort the tests in the order of their groups."""
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] in SLOW_ROOMS or item.get_closest_marker("nightly"):
+        if SLOW_ROOMS.intersection(item.path.relative_to(TESTS).parts) or item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: groups.place_of(item.nodeid))
 

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "roll_opd"
 
 # prefix of a module -> (floor, room); the longest prefix that fits counts. Rooms on one floor do not know each other.
 FLOORS = {
+    "roll_opd.extras": (14, "extras"),  # parts that registries find by name; no other room imports them
     "roll_opd": (13, "front"),  # imports on first use; any floor may read the version
     "roll_opd.api": (12, "api"),
     "roll_opd.__main__": (11, "commands"),
@@ -32,7 +33,6 @@ FLOORS = {
     "roll_opd.workflows": (5, "workflows"),
     "roll_opd.megatron": (5, "megatron"),
     "roll_opd.cluster": (4, "cluster"),
-    "roll_opd.extras": (4, "games"),
     "roll_opd.objective": (4, "objective"),
     "roll_opd.report": (4, "report"),
     "roll_opd.inference": (3, "inference"),
@@ -63,7 +63,7 @@ STRANGERS = {
     "inference": {"ray", "megatron"},
     "rewards": ENGINES_AND_RAY,
     "workflows": ENGINES_AND_RAY,
-    "games": ENGINES_AND_RAY | {"torch", "transformers"},
+    "extras": ENGINES_AND_RAY,
 }
 # names of files and classes that stand for two things, each with its reason
 SHARED_NAMES = {
@@ -188,21 +188,20 @@ def test_a_room_does_not_know_strangers(room: str) -> None:
 def is_builtin(module: str) -> bool:
     """Return whether a module is a built-in part that only its registry imports, by name."""
     room, _, rest = module.removeprefix("roll_opd.").partition(".")
-    if room == "extras":
-        registers = "@ENVIRONMENTS.register(" in MODULES[module].read_text(encoding="utf-8")
-        return registers and rest != "games.environment_interface"
+    if room == "extras":  # ROOM.KIND.PART
+        return rest.partition(".")[2].startswith(("rewards.", "workflows.", "tracking."))
     return room in ("rewards", "tracking", "workflows") and rest.startswith("builtin.")
 
 
-def test_only_registries_and_builtin_parts_import_builtin_rewards_games_and_trackers() -> None:
+def test_only_registries_and_builtin_parts_import_builtin_rewards_and_trackers() -> None:
     wrong = {
         f"{path.relative_to(PACKAGE.parent)}:{line} imports {other}"
         for module, path in MODULES.items()
         for line, other in imported(module, path)
         if other in MODULES
         and is_builtin(other)
-        and not other.startswith("roll_opd.workflows.")
-        and not is_builtin(module)
+        and ".workflows." not in other
+        and not (is_builtin(module) or module.startswith("roll_opd.extras."))
     }
     assert sorted(wrong) == []
 

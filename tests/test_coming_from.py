@@ -10,8 +10,8 @@ from roll_opd.compat.trinity.objective import objective
 from roll_opd.compat.trinity.reading import Machine, Translation
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.extras.games.factory import EnvironmentFailure, name_of_roll
+from roll_opd.extras.games.prompt_templates import makes_steps, manager_problem
 from roll_opd.rewards.reward_registry import REWARDS, RewardError, _find, reward_arguments
-from roll_opd.workflows.prompt_templates import makes_steps, manager_problem
 from tests.pages import DOCS
 
 CODE = re.compile(r"`([^`]+)`")

@@ -28,7 +28,7 @@ import peer_table
 import psutil
 import works
 
-from roll_opd.rewards.builtin.math_rule import is_right
+from roll_opd.extras.graders.rewards.math_rule import is_right
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]

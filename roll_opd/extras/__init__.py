@@ -1,1 +1,1 @@
-"""What is not distillation: each package here registers its parts as a package of a user does."""
+"""Rooms of parts that are not on-policy distillation. The core finds them by their entry points, and imports none."""

@@ -34,11 +34,9 @@ def check_user_code(plan: RunPlan) -> None:
     workflow = plan.workflow
     if workflow and workflow.workflow:
         found = find_workflow(workflow.workflow, workflow.plugin_dir)
-        if found.__module__.startswith("roll_opd.workflows.builtin."):
-            given = thaw(workflow.workflow_args)
-            reward = workflow.workflow_reward
-            for argument, problem in workflow_checks.argument_problems(workflow.workflow, given, reward):
-                raise WorkflowError(f"workflow_args.{argument}: {problem}")
+        given, reward = thaw(workflow.workflow_args), workflow.workflow_reward
+        for argument, problem in workflow_checks.argument_problems(workflow.workflow, given, reward):
+            raise WorkflowError(f"workflow_args.{argument}: {problem}")
         if check_arguments := getattr(found, "check_arguments", None):
             check_arguments(thaw(workflow.workflow_args))
         if workflow.workflow_reward:

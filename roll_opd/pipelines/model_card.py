@@ -21,7 +21,6 @@ from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.pipelines.card_settings import public, settings_table, steps_text
 from roll_opd.pipelines.history import RunPart
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
-from roll_opd.pipelines.reward_source import rewards_from
 from roll_opd.planner.plan_text import objective_text
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
@@ -115,17 +114,13 @@ def _rewards(plan: RunPlan) -> dict[str, str]:
         reward.domain: " + ".join(f"{term.weight:g} × `{public(term.worker)}`" for term in reward.terms)
         for reward in plan.rewards
     }
-    source, made = "configuration", {}
-    if plan.workflow:
-        source, made = rewards_from(plan.workflow), {"workflow": f"`{public(plan.workflow.workflow)}`"}
-    if source == "either":
-        made |= {f"reward `{domain}`": f"set by the workflow, else {text}{purpose}" for domain, text in terms.items()}
-        return made if terms else {**made, "reward": f"set by the workflow{purpose}"}
-    if source == "configuration":
-        return made | {f"reward `{domain}`": text + purpose for domain, text in terms.items()}
-    by = f", by `{public(plan.workflow.workflow_reward)}`" if plan.workflow and source == "function" else ""
-    uncalled = f"; the configured {', '.join(f'`{domain}`' for domain in terms)} is never called" if terms else ""
-    return {**made, "reward": f"of the workflow{by}{uncalled}{purpose}"}
+    if not plan.workflow:
+        return {f"reward `{domain}`": text + purpose for domain, text in terms.items()}
+    made = {f"reward `{domain}`": f"set by the workflow, else {text}{purpose}" for domain, text in terms.items()}
+    by = f", by `{public(plan.workflow.workflow_reward)}`" if plan.workflow.workflow_reward else ""
+    return {"workflow": f"`{public(plan.workflow.workflow)}`"} | (
+        made or {"reward": f"set by the workflow{by}{purpose}"}
+    )
 
 
 def _environment(plan: RunPlan, tag: str) -> str:

@@ -43,7 +43,6 @@ from roll_opd.pipelines.checkpoints import (
     instead_of,
 )
 from roll_opd.pipelines.history import History
-from roll_opd.pipelines.reward_source import uncalled_rewards
 from roll_opd.pipelines.user_code import task_keys
 from roll_opd.planner.check_machine import machine_problems, other_blocks
 from roll_opd.rewards import reward_registry as rewards
@@ -94,8 +93,6 @@ def preflight(plan: RunPlan) -> Inputs:
     if problems:
         raise ConfigError(problems)
     check_user_code(plan)
-    for warning in uncalled_rewards(plan):
-        warn(warning)
     now = datetime.now()
     began = resumed.began if resumed and resumed.began else now
     set_date(began)

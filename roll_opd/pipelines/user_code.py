@@ -2,11 +2,10 @@
 
 from importlib.util import find_spec
 
-from roll_opd.base.registry import declarations
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import PIPELINES, Top
+from roll_opd.workflows.workflow_checks import declared_workflows
 
-BUILTIN = "roll_opd.workflows.builtin"
 PACKAGE = "roll_opd.pipelines"
 
 
@@ -40,12 +39,7 @@ def uses_user_code(plan: RunPlan) -> bool:
     if workflow:
         names += task_keys(plan).named_code(plan)
         names.append(workflow.workflow_args.get("agent"))
-        registered = {
-            "WORKFLOWS.register_module": workflow.workflow,
-            "REWARD_FUNCTIONS.register_module": workflow.workflow_reward,
-        }
-        if workflow.plugin_dir or any(
-            name and name not in declarations(BUILTIN, decorator) for decorator, name in registered.items()
-        ):
+        registered = {"WORKFLOWS": workflow.workflow, "REWARD_FUNCTIONS": workflow.workflow_reward}
+        if workflow.plugin_dir or any(name and name not in declared_workflows(of) for of, name in registered.items()):
             return True
     return any("." in str(name or "") for name in names)

@@ -12,6 +12,7 @@ import yaml
 
 from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.algorithms.table import algorithm
+from roll_opd.base.entry_points import load_all
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import PathError, regular_file
 from roll_opd.base.user_modules import users_module
@@ -28,7 +29,6 @@ from roll_opd.config.schema import (
 )
 from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
 from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
-from roll_opd.planner import environment_sections  # noqa: F401  # adds its pipeline
 
 # pipeline -> (description, launcher in examples/)
 LAUNCHERS = {
@@ -84,6 +84,7 @@ def pipeline_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | 
     `pure` and `pipeline` are arguments of `load_plan`. Raises ConfigError with a single problem if the configuration is
     for another pipeline than the requested one, or for a pipeline that does not exist here.
     """
+    load_all("pipelines")
     requested = pipeline or (None if pure is None else "distill" if pure else "rlvr")
     problem = _vision_problem(values) or _off_policy_problem(values)
     if problem is None and requested:

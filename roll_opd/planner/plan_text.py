@@ -22,6 +22,7 @@ from roll_opd.models.group_window import Pace
 from roll_opd.models.memory import device_memory, fullest, readable_bytes
 from roll_opd.planner.describe import OTHER_TAGS, SIZES, to_json
 from roll_opd.planner.device_mapping import short_devices
+from roll_opd.rewards.reward_registry import REWARDS
 
 T = TypeVar("T")
 SHOWN = {  # keys of the objective that appear in its formulas
@@ -148,6 +149,8 @@ def _routing_lines(content: dict[str, Any]) -> list[str]:
         filters = {key: dict(reward[key]) for key in ("query_filter", "response_filter") if reward[key]}
         passed = "".join(f", {key} {found.pop('type')} {_settings(found)}" for key, found in filters.items())
         lines.append(f"rewards.{domain}: {terms} x {reward['world_size']}{passed}")
+        replaced = {worker: REWARDS.replacement(worker) for worker, _ in weights}
+        lines += [f"{worker}: {module}, in place of the core's" for worker, module in replaced.items() if module]
     return lines
 
 

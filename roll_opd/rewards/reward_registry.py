@@ -36,6 +36,8 @@ REWARDS: Registry[RewardFacts] = Registry(
     error=RewardError,
     package="roll_opd.rewards.builtin",
     facts_type=RewardFacts,
+    group="rewards",
+    fallbacks=("math_rule",),
 )
 register = REWARDS.register
 

@@ -13,8 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from roll_opd.base.terminal import warn
 from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
@@ -53,6 +55,7 @@ class PendingRewards:
         self._pools, self._exclude_failed = context.reward_pools, context.exclude_failed
         self._requests: dict[str, asyncio.Future[RewardResult]] = {}
         self._progress, self.scored = context.progress, Count("scored")
+        self.domains = tuple(pool.plan.domain for pool in self._pools)
 
     def request(self, experience: Sample) -> None:
         """Request the reward of a sample from the reward pool that accepts its tag.
@@ -385,4 +388,14 @@ class Batch:
         found = list(samples)
         for rewards in self.rewards:
             found = await rewards.added_to(found)
+        if self.rewards and samples and not any(rewards.scored.total for rewards in self.rewards):
+            _warn_uncalled(self.rewards[0].domains)
         return found
+
+
+@cache  # once in a run
+def _warn_uncalled(domains: tuple[str, ...]) -> None:
+    """Warn if a workflow has set the rewards of all samples of the first batch, so that no reward was called."""
+    names = ", ".join(f"rewards.{domain}" for domain in domains)
+    if domains:
+        warn(f"{names}: never called, because the workflow sets the reward of every sample; remove {names}")

@@ -54,6 +54,7 @@ TRACKERS: Registry[TrackerFacts] = Registry(
     package="roll_opd.tracking.builtin",
     facts_type=TrackerFacts,
     elsewhere=("jsonl",),  # written by the run itself
+    group="trackers",
 )
 register, find = TRACKERS.register, TRACKERS.find
 

@@ -1,6 +1,8 @@
 """The public interface for users' workflows. A workflow written for Trinity-RFT only needs different imports.
 
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
+
+Entry points in the group `roll_opd.workflow_classes` add further names.
 """
 
 import dis
@@ -10,34 +12,11 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from roll_opd.base.entry_points import entries, load
+
 if TYPE_CHECKING:
-    from roll_opd.workflows.builtin.reward_functions import (
-        AccuracyReward,
-        CountDownRewardFn,
-        FormatReward,
-        MathBoxedRewardFn,
-        MathRewardFn,
-    )
-    from roll_opd.workflows.builtin.single_turn import (
-        AsyncMathBoxedWorkflow,
-        AsyncMathWorkflow,
-        AsyncSimpleWorkflow,
-        BaseSimpleWorkflow,
-        MathBoxedWorkflow,
-        MathWorkflow,
-        OnPolicyDistillMathWorkflow,
-        OnPolicyDistillWorkflow,
-        SimpleWorkflow,
-    )
     from roll_opd.workflows.model_wrapper import ModelWrapper
-    from roll_opd.workflows.workflow_bases import (
-        AsyncRewardPropagationWorkflow,
-        AsyncStepWiseRewardWorkflow,
-        MultiTurnWorkflow,
-        RewardPropagationWorkflow,
-        StepWiseRewardWorkflow,
-        WorkflowWithRecording,
-    )
+    from roll_opd.workflows.recording import WorkflowWithRecording
     from roll_opd.workflows.workflow_experience import EID, Experience, WorkflowError
     from roll_opd.workflows.workflow_interface import (
         REWARD_FUNCTIONS,
@@ -53,31 +32,12 @@ __all__ = [
     "EID",
     "REWARD_FUNCTIONS",
     "WORKFLOWS",
-    "AccuracyReward",
-    "AsyncMathBoxedWorkflow",
-    "AsyncMathWorkflow",
-    "AsyncRewardPropagationWorkflow",
-    "AsyncSimpleWorkflow",
-    "AsyncStepWiseRewardWorkflow",
-    "BaseSimpleWorkflow",
-    "CountDownRewardFn",
     "Experience",
     "FormatConfig",
-    "FormatReward",
     "GenerationConfig",
-    "MathBoxedRewardFn",
-    "MathBoxedWorkflow",
-    "MathRewardFn",
-    "MathWorkflow",
     "Metrics",
     "ModelWrapper",
-    "MultiTurnWorkflow",
-    "OnPolicyDistillMathWorkflow",
-    "OnPolicyDistillWorkflow",
     "RewardFn",
-    "RewardPropagationWorkflow",
-    "SimpleWorkflow",
-    "StepWiseRewardWorkflow",
     "Task",
     "Workflow",
     "WorkflowError",
@@ -85,25 +45,12 @@ __all__ = [
     "get_logger",
 ]
 _MODULES = {
-    "builtin.reward_functions": (
-        *("AccuracyReward", "CountDownRewardFn", "FormatReward"),
-        *("MathBoxedRewardFn", "MathRewardFn"),
-    ),
-    "builtin.single_turn": (
-        *("AsyncMathBoxedWorkflow", "AsyncMathWorkflow", "AsyncSimpleWorkflow", "BaseSimpleWorkflow"),
-        *("MathBoxedWorkflow", "MathWorkflow", "OnPolicyDistillMathWorkflow", "OnPolicyDistillWorkflow"),
-        "SimpleWorkflow",
-    ),
     "workflow_experience": ("EID", "Experience", "WorkflowError"),
     "workflow_interface": (
         *("REWARD_FUNCTIONS", "RewardFn", "WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
     ),
     "model_wrapper": ("ModelWrapper",),
-    "workflow_bases": (
-        *("MultiTurnWorkflow", "WorkflowWithRecording"),
-        *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),
-        *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
-    ),
+    "recording": ("WorkflowWithRecording",),
 }
 _UNSUPPORTED = {
     "WorkflowBase": "derive from Workflow, or from WorkflowWithRecording for an agent that uses an OpenAI endpoint",
@@ -124,6 +71,8 @@ def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    if entry := entries("workflow_classes").get(name):
+        return load(entry)
     instead = _UNSUPPORTED.get(name)
     advice = f"{name} of Trinity-RFT does not exist here: {instead}" if instead else None
     advice = advice or importlib.import_module(f"{__name__}.workflow_checks").place_of_class(name)

@@ -13,7 +13,7 @@ from typing import Any
 
 from roll_opd.base.registry import argument_problems
 from roll_opd.workflows.hooks import TWINS, hook_problems
-from roll_opd.workflows.workflow_bases import WorkflowWithRecording
+from roll_opd.workflows.recording import WorkflowWithRecording
 from roll_opd.workflows.workflow_experience import WorkflowError
 from roll_opd.workflows.workflow_interface import REWARD_FUNCTIONS, WORKFLOWS, Workflow, flag
 

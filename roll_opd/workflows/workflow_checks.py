@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from roll_opd.base.entry_points import entries
 from roll_opd.base.failures import nearest
-from roll_opd.base.registry import declarations
+from roll_opd.base.registry import Declared, declarations, of_entry
 
 # name -> module below trinity.common.workflows, class
 _TRINITY_WORKFLOWS = """
@@ -43,6 +44,13 @@ webshop_workflow envs.webshop.webshop_workflow WebShopWorkflow
 _PLACES = {
     name: (module, kind) for name, module, kind in (line.split() for line in _TRINITY_WORKFLOWS.split("\n") if line)
 }
+
+
+def declared_workflows(of: str = "WORKFLOWS") -> Mapping[str, Declared]:
+    """Return the workflows of the package by name, without importing torch. `of` may also be "REWARD_FUNCTIONS"."""
+    decorator = f"{of}.register_module"
+    elsewhere = {name: of_entry(entry, decorator) for name, entry in entries(of.lower()).items()}
+    return {**declarations("roll_opd.workflows.builtin", decorator), **elsewhere}
 
 
 def advice(name: str) -> str | None:
@@ -87,8 +95,7 @@ def name_problem(name: str, plugin_dir: str | None) -> str | None:
 
     The name has a problem if only Trinity-RFT has such a workflow and no module in `plugin_dir` registers it.
     """
-    declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
-    if name in declared or (plugin_dir and is_written_in(name, plugin_dir)):
+    if name in declared_workflows() or (plugin_dir and is_written_in(name, plugin_dir)):
         return None
     return advice(name)
 
@@ -101,10 +108,10 @@ def argument_problems(name: str, given: Mapping[str, Any], reward: str | None) -
         given: arguments in the configuration.
         reward: name of the workflow's reward function, or None.
     """
-    declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module").get(name)
+    declared = declared_workflows().get(name)
     if declared is None:
         return
-    known = declared.facts.get("arguments", ())
+    known = (declared.facts or {}).get("arguments", ())
     for argument in given:
         if argument in known:
             continue

@@ -166,7 +166,7 @@ class Modules(Registry[dict]):
         A user's class replaces a built-in class of the same name. Therefore a copied file of Trinity-RFT can register
         its original names. A second user's class of the same name is an error.
         """
-        built_in = self._declared.get(name)
+        built_in = self.declared(name)
         registered = super().register(name, **facts)
 
         def decorate(part: Part) -> Part:
@@ -193,7 +193,7 @@ class Modules(Registry[dict]):
 
         If only Trinity-RFT has a class with this name, the error message gives the path of the Trinity-RFT file.
         """
-        if "." not in name and name not in self._declared and name not in self._registered:
+        if "." not in name and name not in self.builtin and name not in self._registered:
             theirs = advice(name)
             if theirs:
                 raise self.error(f"unknown {self.kind} {name!r}: {theirs}")
@@ -212,6 +212,7 @@ WORKFLOWS = Modules(
     "roll_opd.workflows.builtin",
     dict,
     decorator="WORKFLOWS.register_module",
+    group="workflows",
 )
 
 
@@ -255,4 +256,5 @@ REWARD_FUNCTIONS = Modules(
     "roll_opd.workflows.builtin",
     dict,
     decorator="REWARD_FUNCTIONS.register_module",
+    group="reward_functions",
 )

@@ -97,6 +97,7 @@ def test_routing_and_objective_of_a_mixed_run(plan: Callable[..., Any], values: 
     assert "math: teachers general, special; rewards math_rule" in text
     assert "every other tag: teachers general; rewards none" in text
     assert "rewards.math_rule: math_rule x 1, query_filter std_filter std_threshold 0.1" in text
+    assert "math_rule: roll_opd.extras.graders.rewards.math_rule, in place of the core's" in text
     formula = (
         "grpo(reward, mean by group, std by group; gamma 1) - 1 * reverse_kl(general) - 0.25 * reverse_kl(special)"
     )

@@ -107,7 +107,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"resume_from_checkpoint": "no/such"}, ["resume_from_checkpoint: 'no/such' is not a directory"]),
     ({"rewards.math_rule.worker_cls": "mathrule"}, ["no reward worker 'mathrule'", "math_rule"]),
     (
-        {"rewards.code.worker_cls": "roll_opd.rewards.builtin.multiple_choice.MultipleChoice"},
+        {"rewards.code.worker_cls": "roll_opd.extras.graders.rewards.multiple_choice.MultipleChoice"},
         ["rewards.code.tag_included: every tag", "rewards.math_rule"],
     ),
     ({"use_opd": True, "is_pure_opd": True}, ["use_opd", "exclude each other"]),

@@ -13,7 +13,7 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.workflows.builtin.single_turn import SimpleWorkflow
+from roll_opd.extras.trinity.workflows.single_turn import SimpleWorkflow
 from roll_opd.workflows.workflow_interface import FormatConfig, Task
 
 STUDENT = str(Path(__file__).parents[2] / "examples" / "demo" / "models" / "student")

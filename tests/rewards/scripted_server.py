@@ -13,9 +13,11 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import pytest
 
 from roll_opd.rewards.interface import Failure, RewardSample, Scored, read_scores
 
@@ -157,3 +159,19 @@ def attempts_failed(scores: Sequence[Scored]) -> Counter[str]:
         if isinstance(score, Failure):
             total[score.kind] += 1
     return total
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ScriptedServer]]:
+    """Start a server; it ends with the test."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    servers: list[ScriptedServer] = []
+
+    def started(*args: Any, **settings: Any) -> ScriptedServer:
+        servers.append(ScriptedServer(*args, **settings))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.die()

@@ -2,13 +2,31 @@
 
 import numpy as np
 import pytest
-from test_short_answers import of_length
 
 from roll_opd.rewards.builtin.format import Format
 from roll_opd.rewards.builtin.length_penalty import LengthPenalty, overlong, shortness
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.patterns import SECONDS
 from roll_opd.rewards.reward_registry import resolve
-from roll_opd.rewards.short_answers import SECONDS
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
+
+
+def of_length(tokens: int, response: str = r"\boxed{B}", truth: str | None = "B") -> RewardSample:
+    """A sample of `tokens` tokens of the student's and one of a tool's."""
+    mask = np.array([True] * tokens + [False])
+    ids = np.zeros(tokens + 3, dtype=np.int64)
+    experience = Sample(
+        id="e",
+        group_id="g",
+        tag="t",
+        domain="d",
+        tokens=ids,
+        prompt_length=2,
+        finish_reason="stop",
+        columns=as_columns(action_mask=mask),
+    )
+    return RewardSample("r", response, truth, "t", experience=experience)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from tracking_assets import experience
 
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan
+from roll_opd.extras.games.workflows.environment_workflow import EnvironmentWorkflow, ModelTurn, Trajectory
 from roll_opd.objective.audit import advantage_metrics, audited
 from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.mismatch import train_infer_metrics
@@ -21,7 +22,6 @@ from roll_opd.tracking.metrics import log_ratio_metrics, opd_metrics, validation
 from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
 from roll_opd.workers.critic import value_metrics
 from roll_opd.workflows import Experience
-from roll_opd.workflows.builtin.environment import EnvironmentWorkflow, ModelTurn, Trajectory
 
 ROOT = Path(__file__).parents[2]
 GROUPS = "actor|critic|data|system|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct|workflow"

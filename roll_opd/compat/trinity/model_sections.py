@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.base.registry import declarations
 from roll_opd.compat.trinity.keys import AUXILIARY, AUXILIARY_KEYS, TASKSET, TEACHER_KEYS
 from roll_opd.compat.trinity.reading import Translation, sort
+from roll_opd.workflows.workflow_checks import declared_workflows
 
 # key of model.lora_configs -> (our key, Trinity-RFT's default)
 LORA = {
@@ -75,7 +75,7 @@ def _auxiliary_models(read: Translation) -> None:
     """
     models = read.entries(AUXILIARY)
     workflow, _ = read.first(f"{TASKSET}.default_workflow_type", "buffer.explorer_input.default_workflow_type")
-    built_in = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
+    built_in = declared_workflows()
     calls_teacher = isinstance(workflow, str) and workflow not in built_in
     if read.is_pure and not models:
         read.diag.error(AUXILIARY, "is missing; add the teacher as the first auxiliary model")

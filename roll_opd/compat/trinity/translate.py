@@ -9,7 +9,6 @@ If the default of a key differs between Trinity-RFT and this package, Trinity-RF
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_opd.base.registry import declarations
 from roll_opd.compat.trinity.keys import (
     DEFAULT_REWARDS,
     EVAL_TASKSETS,
@@ -25,7 +24,7 @@ from roll_opd.compat.trinity.reading import Machine, Translation, sort
 from roll_opd.compat.trinity.sizes import batches, devices, steps, training
 from roll_opd.compat.trinity.synchronizer import synchronizer
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.workflows.workflow_checks import BOXED
+from roll_opd.workflows.workflow_checks import BOXED, declared_workflows
 
 INPUT = "buffer.explorer_input"
 SAMPLING = {
@@ -202,7 +201,7 @@ def _reward(read: Translation) -> None:
         if args:
             read.drop(args_key, "the taskset has no reward function")
         return
-    builtin = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
+    builtin = declared_workflows()
     own = not isinstance(workflow, str) or workflow not in builtin
     if own or not isinstance(name, str) or name not in REWARDS:
         read.put("workflow_reward", name, key)

@@ -110,7 +110,7 @@ class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
     pipeline: ClassVar[str]  # the loop: a module in `roll_opd.pipelines`, or the path of a user's module
     title: ClassVar[str]  # display name
     own_keys: ClassVar[frozenset[str]] = frozenset()  # keys that identify the pipeline of a configuration
-    loop: ClassVar[str] = ""  # the pipeline with the loop, if this pipeline has none of its own
+    loop: ClassVar[str] = ""  # the pipeline whose loop is used; default: the loop in the module of this pipeline
     launcher: ClassVar[tuple[str, str] | None] = None  # description of the pipeline, and its file in examples/
 
     exp_name: str | None = key(None, "name of the experiment; default: the file's name")

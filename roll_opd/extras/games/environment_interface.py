@@ -57,6 +57,7 @@ ENVIRONMENTS: Registry[dict] = Registry(
     package="roll_opd.extras.games",
     facts_type=dict,
     decorator="ENVIRONMENTS.register",
+    group="environments",
 )
 
 

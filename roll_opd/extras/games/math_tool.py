@@ -15,13 +15,13 @@ from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError, number_text
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
 from roll_opd.extras.games.game import SPECIAL_TOKENS, at_least, checked_seed, random_numbers
-from roll_opd.rewards.builtin.code_sandbox import UNSAFE
-from roll_opd.rewards.builtin.math_rule import is_right
-from roll_opd.rewards.mathematics.final_answer import boxed
-from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedOut
-from roll_opd.rewards.sandbox.bubblewrap import CaseLimits, SandboxError
-from roll_opd.rewards.sandbox.pool import SandboxPool
-from roll_opd.rewards.sandbox.response import answer_of, program_of
+from roll_opd.extras.graders.mathematics.final_answer import boxed
+from roll_opd.extras.graders.mathematics.processes import Busy, Crashed, TimedOut
+from roll_opd.extras.graders.rewards.code_sandbox import UNSAFE
+from roll_opd.extras.graders.rewards.math_rule import is_right
+from roll_opd.extras.graders.sandbox.bubblewrap import CaseLimits, SandboxError
+from roll_opd.extras.graders.sandbox.pool import SandboxPool
+from roll_opd.extras.graders.sandbox.response import answer_of, program_of
 
 OPEN, CLOSE = "<code>", "</code>"
 FENCES = ("```py", "```Py")

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from roll_opd.rewards.interface import TIMEOUT, Failure, RewardSample, Score
+from roll_opd.rewards.patterns import PatternTimeout, compiled, matches
 from roll_opd.rewards.reward_registry import register
-from roll_opd.rewards.short_answers import PatternTimeout, compiled, matches
 
 # one thought followed by an answer
 THINK_THEN_ANSWER = r"\s*+<think>(?:(?!</?think>).)*+</think>\s*+(?!</?think>)\S(?:(?!</?think>).)*+"
