@@ -76,7 +76,7 @@ def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
     A built-in class is instantiated, so that it checks the requirements on the machine. A user's class is not
     instantiated, because its constructor could load a model.
     """
-    if worker in REWARDS.builtin:
+    if worker in REWARDS.builtin and REWARDS.find(worker).__module__.startswith("roll_opd."):
         resolve(worker, args)
     else:
         _checked(worker, args)
