@@ -36,7 +36,7 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "objective/audit.py": "selection, advantages, metrics",
     "samples/sample_columns.py": "selection, advantages, metrics",
     "objective/reference_kl.py": "selection, advantages, metrics",
-    "objective/advantages.py": "selection, advantages, metrics",
+    "objective/external_advantages.py": "selection, advantages, metrics",
     "objective/mismatch.py": "selection, advantages, metrics",
     "objective/filters.py": "selection, advantages, metrics",
     "tracking/metrics.py": "selection, advantages, metrics",

@@ -43,15 +43,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from roll_opd.algorithms.aggregation import token_weights
-from roll_opd.algorithms.losses.batch import LossBatch
-from roll_opd.algorithms.losses.ratio import importance_sampling
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extras.graders.rewards.math_rule import is_right
+from roll_opd.objective.aggregation import token_weights
 from roll_opd.objective.loss import opd_penalty
+from roll_opd.objective.losses.batch import LossBatch
+from roll_opd.objective.losses.ratio import importance_sampling
 
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_PER_STEP = 128  # one answer per prompt; with a reward, several answers to a prompt would be compared

@@ -368,6 +368,6 @@ def _absolute(name: str, directory: str | os.PathLike[str]) -> str:
 
 def losses() -> str:
     """Return the names of the policy losses, separated by commas."""
-    from roll_opd.algorithms.registry import POLICY_LOSSES
+    from roll_opd.objective.registry import POLICY_LOSSES
 
     return POLICY_LOSSES.known

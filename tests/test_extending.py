@@ -15,8 +15,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
 # the file that a section's code goes into, where the page names a directory and an example
 FILES = {
-    "A policy loss": "roll_opd/algorithms/losses/cubic.py",
-    "An advantage": "roll_opd/algorithms/advantages/best_of_batch.py",
+    "A policy loss": "roll_opd/objective/losses/cubic.py",
+    "An advantage": "roll_opd/objective/advantages/best_of_batch.py",
     "A reward": "roll_opd/rewards/builtin/keyword.py",
     "A tracker": "roll_opd/tracking/builtin/text.py",
 }
@@ -89,9 +89,9 @@ def test_parts_in_the_package(copy: Path) -> None:
         (copy / file).write_text(code(title)[0], encoding="utf-8")
     program = """
 import json, torch
-from roll_opd.algorithms.registry import advantage, policy_loss
-from roll_opd.algorithms.advantages.batch import RewardBatch
-from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.objective.registry import advantage, policy_loss
+from roll_opd.objective.advantages.batch import RewardBatch
+from roll_opd.objective.losses.batch import LossBatch
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.reward_registry import resolve
@@ -131,7 +131,7 @@ def test_parts_from_outside(tmp_path: Path) -> None:
     (own / "my_rows.py").write_text(row, encoding="utf-8")
     program = """
 import json
-from roll_opd.algorithms.registry import advantage, policy_loss
+from roll_opd.objective.registry import advantage, policy_loss
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.reward_registry import check
 from roll_opd.tracking.trackers import find

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 sys.path.insert(0, str(HERE.parent))
 from minimal_opd import Rollout, compute_logprobs
 
-from roll_opd.algorithms.aggregation import token_weights
-from roll_opd.algorithms.losses.batch import LossBatch
-from roll_opd.algorithms.losses.ratio import importance_sampling
 from roll_opd.data.templates import load_tokenizer
+from roll_opd.objective.aggregation import token_weights
+from roll_opd.objective.losses.batch import LossBatch
+from roll_opd.objective.losses.ratio import importance_sampling
 
 
 class Loop:

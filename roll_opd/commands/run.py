@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.base.command_line import (
     DONE,
     FAILED,
@@ -57,6 +56,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
 from roll_opd.inference.process_cleanup import die_with_parent
 from roll_opd.models.model_info import ModelFilesError
+from roll_opd.objective.registry import AlgorithmError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardError

@@ -49,7 +49,7 @@ class FilterPlan:
     A `query_filter` removes all responses of a prompt. A `response_filter` removes single responses.
     """
 
-    type: str  # a name of `algorithms.sample_masks.FILTERS`
+    type: str  # a name of `objective.sample_masks.FILTERS`
     args: FrozenDict = field(default_factory=FrozenDict)  # arguments, with ROLL's names
 
 
@@ -155,7 +155,7 @@ class TokenFilterPlan:
 class CorrectionPlan:
     """The correction for the difference between the log-probs of the training engine and of the inference engine.
 
-    The formulas are in `algorithms.corrections`.
+    The formulas are in `objective.corrections`.
     """
 
     weight: Literal["tis", "icepop"] | None = None  # weights of the policy loss; None: no weights
@@ -168,7 +168,7 @@ class CorrectionPlan:
 
 @dataclass(frozen=True)
 class EngineCheckPlan:
-    """Test of the engine's samples against the student's distribution (`algorithms.engine_evidence`)."""
+    """Test of the engine's samples against the student's distribution (`objective.engine_evidence`)."""
 
     top_k: int = -1  # of the sampling distribution; 0 or -1: all tokens
     top_p: float = 1.0
@@ -184,11 +184,11 @@ class EngineCheckPlan:
 class ObjectivePlan(ObjectiveKeys):
     """The objective: its keys, and the values that are derived from them for the run's mode."""
 
-    adv_estimator: str = "on_policy_distill"  # a name of `algorithms.registry.ADVANTAGES`, or a dotted path
+    adv_estimator: str = "on_policy_distill"  # a name of `objective.registry.ADVANTAGES`, or a dotted path
     advantage_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
     reward_groups: Literal["prompt", "tag"] = "prompt"  # rewards that form a group at level `group`
     reward_bounds: tuple[float, float] | None = None  # bounds of normalised rewards, before reward_clip
-    policy_loss: str = "importance_sampling"  # a name of `algorithms.registry.POLICY_LOSSES`, or a dotted path
+    policy_loss: str = "importance_sampling"  # a name of `objective.registry.POLICY_LOSSES`, or a dotted path
     policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
     dual_clip: float | None = 3.0  # bound in losses with a clipped ratio; None: no bound
     paired: bool = False  # whether the loss compares sequences 2i and 2i+1

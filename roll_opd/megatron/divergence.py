@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.divergences import ENTROPY, ColumnSum
 from roll_opd.megatron.vocabulary import Columns, VocabShard, backward_through_logits, raw_logits, tempered
+from roll_opd.objective.divergences import ENTROPY, ColumnSum
 
 BLOCK_COLUMNS = 4096  # forward evaluates the measure on this many columns at a time, to bound its temporaries
 

@@ -43,7 +43,7 @@ class TargetRequest:
     ids: Sequence[np.ndarray] | None = None  # tokens to score in place of a top-k, integer [T-P, K] for each sequence
     hidden: bool = False  # final hidden states
     plain: bool = False  # log-probs of the top-k at temperature 1
-    moments: EngineCheckPlan | None = None  # moments of the sampling distribution (`algorithms.engine_evidence`)
+    moments: EngineCheckPlan | None = None  # moments of the sampling distribution (`objective.engine_evidence`)
     vocab_size: int | None = None  # `topk` and `ids` are over the first `vocab_size` tokens; None: over all
 
     def values(self, head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:

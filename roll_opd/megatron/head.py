@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.algorithms.divergences import ColumnSum
 from roll_opd.config.plan import EngineCheckPlan
 from roll_opd.megatron.context_parallel import TokenOwners
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.moments import vocab_parallel_moments
 from roll_opd.megatron.vocabulary import VocabShard
+from roll_opd.objective.divergences import ColumnSum
 
 
 @dataclass(frozen=True)

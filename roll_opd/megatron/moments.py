@@ -1,7 +1,7 @@
 """Moments of the sampling distribution over a split vocabulary, for the test of the engine's samples.
 
 Legend: M scored tokens, C of them in a chunk, V vocabulary columns on this rank, W columns of all ranks, X quantities
-of `algorithms.engine_evidence.sampling_sums`.
+of `objective.engine_evidence.sampling_sums`.
 """
 
 from dataclasses import replace
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.algorithms.engine_evidence import LAMBDAS, kept_tokens
 from roll_opd.config.plan import EngineCheckPlan
 from roll_opd.megatron.vocabulary import Columns, VocabShard
+from roll_opd.objective.engine_evidence import LAMBDAS, kept_tokens
 
 TEMPORARIES = 4  # tensors of a chunk's size that are held at a time
 
@@ -21,7 +21,7 @@ TEMPORARIES = 4  # tensors of a chunk's size that are held at a time
 def vocab_parallel_moments(hidden_ME: Tensor, vocab: VocabShard, targets_M: Tensor, plan: EngineCheckPlan) -> Tensor:
     """Return the moments of each token's log-prob under the sampling distribution, f32 [M, X]. Has no gradient.
 
-    `algorithms.engine_evidence.sampling_sums` describes the X quantities. Without top-k and top-p each rank sums over
+    `objective.engine_evidence.sampling_sums` describes the X quantities. Without top-k and top-p each rank sums over
     its own columns; with them the columns of all ranks are gathered.
     """
     columns = vocab.columns

@@ -11,8 +11,6 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from roll_opd.algorithms.divergences import ColumnSum, divergence, topk_divergence
-from roll_opd.algorithms.registry import POLICY_LOSSES, policy_loss
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.megatron.engine import LossFunction
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
@@ -20,8 +18,10 @@ from roll_opd.megatron.learner import MegatronLearner, Update
 from roll_opd.megatron.model_builder import HeadModel, unwrapped
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.models.device_phases import Part
+from roll_opd.objective.divergences import ColumnSum, divergence, topk_divergence
 from roll_opd.objective.engine_columns import SAMPLED_BY, engine_sums
 from roll_opd.objective.loss import opd_loss, sampled_mask
+from roll_opd.objective.registry import POLICY_LOSSES, policy_loss
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sharding import TrainResult
 from roll_opd.samples.transport import as_tensor

@@ -17,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from roll_opd.algorithms.returns import clipped_values, value_loss
 from roll_opd.config.plan import CriticPlan
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.learner import MegatronLearner
@@ -25,6 +24,7 @@ from roll_opd.megatron.model_builder import BuiltModel, PackedModel, build_model
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.weight_files import VALUE_HEAD
+from roll_opd.objective.returns import clipped_values, value_loss
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sharding import TrainResult
 

@@ -36,7 +36,7 @@ _REMOVED = """
 """
 REMOVED = {"vLLM": frozenset(_REMOVED.split())}
 # Options of vLLM that may change the distribution of samples. They are admitted, because the engine check
-# (`algorithms.engine_evidence`) tests samples and log-probs of the engine against the student.
+# (`objective.engine_evidence`) tests samples and log-probs of the engine against the student.
 ROUNDING_OPTIONS = frozenset({"quantization", "quantization_config", "kv_cache_dtype"})
 ALTERING_OPTIONS = (
     *("speculative_config", "spec_method", "spec_model", "logits_processors", "watermark_config", "hf_overrides"),

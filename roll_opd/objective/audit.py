@@ -1,6 +1,6 @@
 """Audit an update in f64: compute token rewards and advantages as columns once per step, and their metrics.
 
-The update computes its advantages in f32, in `objective.loss`; see `objective.advantages` for the formulas.
+The update computes its advantages in f32, in `objective.loss`; see `objective.external_advantages` for the formulas.
 
 Legend: M tokens of all responses, concatenated.
 """
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from roll_opd.algorithms.chunk_credit import chunk_penalty
-from roll_opd.algorithms.returns import discounted_to_go
-from roll_opd.algorithms.token_advantages import clipped, last_action
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
-from roll_opd.objective.advantages import reward_of
+from roll_opd.objective.chunk_credit import chunk_penalty
 from roll_opd.objective.columns import weighs_parts_apart
+from roll_opd.objective.external_advantages import reward_of
 from roll_opd.objective.loss import stale_weights
 from roll_opd.objective.reference_kl import reference_kl, reference_kl_mean
+from roll_opd.objective.returns import discounted_to_go
+from roll_opd.objective.token_advantages import clipped, last_action
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, with_columns
 from roll_opd.samples.sample_columns import chunks_column, end_to_end, logprobs_column, picked, split_by_length

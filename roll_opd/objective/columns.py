@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from roll_opd.algorithms.aggregation import loss_scales, value_scales
-from roll_opd.algorithms.sample_masks import sample_weights
-from roll_opd.algorithms.table import loss_facts
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
+from roll_opd.objective.aggregation import loss_scales, value_scales
+from roll_opd.objective.algorithms import loss_facts
 from roll_opd.objective.engine_columns import ENGINE_LOGPROBS, SAMPLED_BY
+from roll_opd.objective.sample_masks import sample_weights
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, present
 from roll_opd.samples.sample_columns import as_columns, chunks_column

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.engine_evidence import CURRENT, OLDER, EngineEvidence, sampling_sums
 from roll_opd.config.plan import EngineCheckPlan
+from roll_opd.objective.engine_evidence import CURRENT, OLDER, EngineEvidence, sampling_sums
 from roll_opd.samples.sample import Sample, present
 
 SAMPLED_BY = "sampled_by"  # column: `CURRENT` or `OLDER` at tested tokens, 0 at others; int8 [T-P]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from roll_opd.algorithms.sample_masks import FILTERS, below_longest, between_difficulties, right_or_short
 from roll_opd.config.plan import FilterPlan, ObjectivePlan, RewardPlan, SamplingPlan
+from roll_opd.objective.sample_masks import FILTERS, below_longest, between_difficulties, right_or_short
 from roll_opd.samples.sample import Sample, changed
 
 GroupFilter = Callable[[Sequence[Sample]], bool]  # returns whether a group of samples with rewards passes

@@ -17,7 +17,7 @@ Two columns, Σ coef_i and Σ coef_i · q_i, are therefore enough for any number
 If generation runs ahead of training, older weights sampled the tokens. The teachers' part of the advantage is then
 multiplied by `stale_weights`, so that the gradient is again the gradient of the KL at the positions of the samples.
 
-A teacher with another tokenizer may have a reverse KL per chunk instead of per token. `algorithms.chunk_credit` defines
+A teacher with another tokenizer may have a reverse KL per chunk instead of per token. `objective.chunk_credit` defines
 how the tokens of a chunk are credited. The sum over the tokens of a chunk is computed in this module from the log-probs
 of the update, like all other terms.
 
@@ -32,14 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.chunk_credit import chunk_penalty
-from roll_opd.algorithms.kl import KL_ESTIMATORS, READS_OLD
-from roll_opd.algorithms.losses.batch import LossBatch
-from roll_opd.algorithms.losses.bounds import beyond_bounds
-from roll_opd.algorithms.registry import policy_loss
-from roll_opd.algorithms.returns import discounted_to_go
-from roll_opd.algorithms.token_advantages import clipped
 from roll_opd.config.plan import ObjectivePlan
+from roll_opd.objective.chunk_credit import chunk_penalty
+from roll_opd.objective.kl import KL_ESTIMATORS, READS_OLD
+from roll_opd.objective.losses.batch import LossBatch
+from roll_opd.objective.losses.bounds import beyond_bounds
+from roll_opd.objective.registry import policy_loss
+from roll_opd.objective.returns import discounted_to_go
+from roll_opd.objective.token_advantages import clipped
 from roll_opd.samples.sample_columns import CHUNKS
 
 STALE_LIMIT = 20.0  # largest importance weight of a stale token in the teachers' part

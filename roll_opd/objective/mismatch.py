@@ -6,7 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.corrections import (
+from roll_opd.base.failures import RunError
+from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
+from roll_opd.objective.audit import audited
+from roll_opd.objective.corrections import (
     Mismatch,
     difference_within,
     effective_share,
@@ -16,9 +19,6 @@ from roll_opd.algorithms.corrections import (
     negatives_near,
     ratio_within,
 )
-from roll_opd.base.failures import RunError
-from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
-from roll_opd.objective.audit import audited
 from roll_opd.samples.sample import Sample, present, with_columns
 from roll_opd.samples.sample_columns import end_to_end
 from roll_opd.samples.versions import sampling_versions

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
 from roll_opd.config.plan import ObjectivePlan
+from roll_opd.objective.kl import KL_ESTIMATORS, adaptive_kl_coefficient
 from roll_opd.samples.sample import Sample
 
 

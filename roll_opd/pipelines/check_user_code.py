@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import thaw
 from roll_opd.base.registry import argument_problems
 from roll_opd.base.user_modules import users_module
 from roll_opd.config.plan import RunPlan
+from roll_opd.objective.registry import advantage, policy_loss
 from roll_opd.pipelines.user_code import pipeline_module, task_keys
 from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.rewards import reward_registry as rewards

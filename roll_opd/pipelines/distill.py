@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing, nullcontext
 from functools import partial
 
-from roll_opd.algorithms.table import loss_facts
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
-from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.algorithms import loss_facts
 from roll_opd.objective.audit import advantage_metrics, audited
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
+from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import GroupFilter, group_filter, mask_metrics, masked, without_rejected
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs

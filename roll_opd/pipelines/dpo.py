@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.demonstrations import supervised_samples
+from roll_opd.objective.registry import POLICY_LOSSES
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.sft import supervised_loss

@@ -7,12 +7,12 @@ update in the forward pass of this update.
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from roll_opd.algorithms.engine_evidence import DIFFERENCE, FALSE_ALARMS, EngineEvidence
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.engine_options import CHECKED_OPTIONS
 from roll_opd.objective.engine_columns import evidence_in, evidence_of, marked
+from roll_opd.objective.engine_evidence import DIFFERENCE, FALSE_ALARMS, EngineEvidence
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.workers.student import Student

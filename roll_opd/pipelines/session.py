@@ -16,7 +16,6 @@ from typing import Any
 
 import ray
 
-from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.base.command_line import SESSION_INTERRUPT, SESSION_SOCKET
 from roll_opd.base.failures import RunError, SkippedUpdates, os_sentence, place_of, shortened
 from roll_opd.cluster.startup_progress import ClusterError
@@ -28,6 +27,7 @@ from roll_opd.models.device_phases import Phase
 from roll_opd.objective.audit import audited
 from roll_opd.objective.mismatch import check_staleness
 from roll_opd.objective.reference_kl import first_kl_coef
+from roll_opd.objective.registry import AlgorithmError
 from roll_opd.pipelines import session_arguments as arguments
 from roll_opd.pipelines.distill import rollouts_of, sample_metrics, with_advantages
 from roll_opd.pipelines.engine_check import EngineCheck

@@ -12,9 +12,6 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from roll_opd.algorithms.aggregation import MODES
-from roll_opd.algorithms.registry import POLICY_LOSSES, advantage, policy_loss
-from roll_opd.algorithms.table import ALGORITHMS, DIVERGENCE_NAMES, KL_LOSSES, check_combination, loss_facts
 from roll_opd.base.failures import nearest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.registry import type_problem
@@ -24,6 +21,9 @@ from roll_opd.config.schema.key_types import Many, NotNegative
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.rows import BadRow, Row, parse_row, with_system_prompt
 from roll_opd.models.model_info import read_model
+from roll_opd.objective.aggregation import MODES
+from roll_opd.objective.algorithms import ALGORITHMS, DIVERGENCE_NAMES, KL_LOSSES, check_combination, loss_facts
+from roll_opd.objective.registry import POLICY_LOSSES, advantage, policy_loss
 from roll_opd.samples.sample import Sample, TargetRef
 
 PURE = "on_policy_distill"  # name of pure distillation as an advantage estimator

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from roll_opd.algorithms.aggregation import token_weights
-from roll_opd.algorithms.losses.batch import LossBatch
-from roll_opd.algorithms.registry import policy_loss
 from roll_opd.config.plan import ObjectivePlan, RunPlan
 from roll_opd.data.dataset import Prompt
+from roll_opd.objective.aggregation import token_weights
 from roll_opd.objective.demonstrations import supervised_samples
+from roll_opd.objective.losses.batch import LossBatch
+from roll_opd.objective.registry import policy_loss
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.samples.sample import Sample

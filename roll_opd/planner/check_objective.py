@@ -6,15 +6,6 @@ are reported.
 
 from collections.abc import Iterator, Sequence
 
-from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from roll_opd.algorithms.table import (
-    DIVERGENCE_NAMES,
-    KL_LOSSES,
-    KL_PENALTIES,
-    advantage_facts,
-    check_combination,
-    loss_facts,
-)
 from roll_opd.config.diagnostics import as_yaml
 from roll_opd.config.plan import RewardPlan
 from roll_opd.config.roll_keys import KL_PENALTIES_LATER, PURE_FIXED
@@ -27,6 +18,15 @@ from roll_opd.config.schema import (
     Top,
     keys_of,
 )
+from roll_opd.objective.algorithms import (
+    DIVERGENCE_NAMES,
+    KL_LOSSES,
+    KL_PENALTIES,
+    advantage_facts,
+    check_combination,
+    loss_facts,
+)
+from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES
 from roll_opd.planner.objective_plan import (
     NAMES_OF_A_LOSS,
     check_clip_range,

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AlgorithmError
-from roll_opd.algorithms.table import (
+from roll_opd.base.registry import Registry, argument_problems
+from roll_opd.config.roll_keys import PG_KEYS
+from roll_opd.config.schema import Top, Worker, changed
+from roll_opd.objective.algorithms import (
     EXPERT_DATA_RATIO,
     FUNCTION_ALIASES,
     KL_LOSS_COEF,
@@ -14,9 +16,7 @@ from roll_opd.algorithms.table import (
     loss_facts,
     merged_arguments,
 )
-from roll_opd.base.registry import Registry, argument_problems
-from roll_opd.config.roll_keys import PG_KEYS
-from roll_opd.config.schema import Top, Worker, changed
+from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES, AlgorithmError
 
 if TYPE_CHECKING:
     from roll_opd.compat.pg_variants import Variant

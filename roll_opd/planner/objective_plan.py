@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import CorrectionPlan, EngineCheckPlan, ObjectivePlan, SamplingPlan, TokenFilterPlan
@@ -20,6 +18,8 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.models.engine_options import ALTERING_OPTIONS, ROUNDING_OPTIONS
+from roll_opd.objective.algorithms import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
+from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES
 
 # keys that ROLL does not have and that select a loss
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_opd.algorithms.registry import POLICY_LOSSES
-from roll_opd.algorithms.table import DIVERGENCE_NAMES
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan, FilePlan, ObjectivePlan, TeacherPlan
 from roll_opd.config.schema import ChatKeys, OfflineDistill, RowKeys, keys_of, shared
 from roll_opd.data.files import find_files
 from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
+from roll_opd.objective.algorithms import DIVERGENCE_NAMES
+from roll_opd.objective.registry import POLICY_LOSSES
 from roll_opd.planner.role_reader import Role
 
 PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys whose values are in other fields of the plan

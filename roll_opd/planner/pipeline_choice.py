@@ -10,8 +10,6 @@ from typing import Any
 
 import yaml
 
-from roll_opd.algorithms.registry import AlgorithmError
-from roll_opd.algorithms.table import algorithm
 from roll_opd.base.entry_points import load_all
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import PathError, regular_file
@@ -29,6 +27,8 @@ from roll_opd.config.schema import (
 )
 from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
 from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
+from roll_opd.objective.algorithms import algorithm
+from roll_opd.objective.registry import AlgorithmError
 
 # pipeline -> (description, launcher in examples/)
 LAUNCHERS = {

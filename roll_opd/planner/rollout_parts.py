@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_opd.algorithms.table import loss_facts
 from roll_opd.base.addresses import address_fault
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.paths import PathError, find_path
@@ -20,6 +19,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.config.schema import CriticKeys, RemoteModelKeys, RolloutKeys, Run, Top, WorkflowKeys, keys_of, shared
 from roll_opd.data.files import first_tags
+from roll_opd.objective.algorithms import loss_facts
 from roll_opd.planner import (
     check_async,
     check_devices,

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
-from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, ObjectivePlan, TeacherPlan, ValidationPlan
 from roll_opd.config.schema import EpochArgs, OfflineDistill, Supervised, keys_of
 from roll_opd.data.files import count_rows, whole_steps
 from roll_opd.data.rows import DataError
+from roll_opd.objective.algorithms import KL_LOSS_COEF, algorithm, loss_facts
+from roll_opd.objective.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.planner import check_devices, check_values, offline_parts, parts, row_plans
 from roll_opd.planner.read import Sections
 from roll_opd.planner.role_reader import Role, Roles

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from roll_opd.algorithms.table import ALGORITHMS
 from roll_opd.config.plan import RunPlan
+from roll_opd.objective.algorithms import ALGORITHMS
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
@@ -139,7 +139,7 @@ def test_rolls_keys_and_the_table_meet(rl: dict[str, Any], plan: Plan) -> None:
 def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_row.py").write_text(
         textwrap.dedent("""
-            from roll_opd.algorithms.table import Algorithm
+            from roll_opd.objective.algorithms import Algorithm
 
             MINE = Algorithm(
                 "my_row.loss", "my_row.advantage", policy_loss_args={"power": 2}, kl_loss=None

@@ -8,7 +8,7 @@ import pytest
 from compare import Renamed, reports
 from record import fixtures, record
 
-from roll_opd.algorithms.engine_evidence import EngineEvidence
+from roll_opd.objective.engine_evidence import EngineEvidence
 
 # metrics that are newer than the records
 ADDED = frozenset(f"metrics:rollout/engine/{field.name}" for field in fields(EngineEvidence))

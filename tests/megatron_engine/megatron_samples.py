@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll_opd.algorithms.aggregation import loss_scales, scaled, value_scales
 from roll_opd.config.plan import ObjectivePlan
+from roll_opd.objective.aggregation import loss_scales, scaled, value_scales
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sharding import TrainResult
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.value_model import _loss as critic_loss
 from roll_opd.objective.loss import opd_loss
+from roll_opd.objective.registry import POLICY_LOSSES
 
 LENGTHS = (4, 3, 5)
 LOSSES = sorted(name for name in POLICY_LOSSES.builtin if POLICY_LOSSES.facts(name).needs is None)

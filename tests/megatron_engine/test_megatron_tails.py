@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.algorithms.divergences import divergence, topk_divergence
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.vocabulary import VocabShard
+from roll_opd.objective.divergences import divergence, topk_divergence
 
 VOCABULARY, PADDED, K = 11, 16, 2
 # how much of the mass is outside of the two likeliest tokens

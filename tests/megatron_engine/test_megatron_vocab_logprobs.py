@@ -10,9 +10,9 @@ from megatron_answers import Answers
 from megatron_jobs import vocabulary
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from roll_opd.algorithms.engine_evidence import LAMBDAS
 from roll_opd.megatron.engine import check_scored_tokens
 from roll_opd.megatron.vocabulary import raw_logits
+from roll_opd.objective.engine_evidence import LAMBDAS
 from roll_opd.samples.sample import Sample
 
 

@@ -98,7 +98,7 @@ WRONG_FORMULAS = (
         "return without powers of the discount", "ahead_K *= discount**reach", "ahead_K *= discount", (TOKENS, GAE)
     ),
     WrongFormula(
-        "turns without a discount", ".sum() + discount * later", ".sum() + later", ("algorithms/test_turns.py",)
+        "turns without a discount", ".sum() + discount * later", ".sum() + later", ("objective/test_turns.py",)
     ),
     WrongFormula(
         "temporal difference without gamma",

@@ -7,10 +7,10 @@ import pytest
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import audited
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
+from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from roll_opd.algorithms.engine_evidence import CURRENT, OLDER
 from roll_opd.config.plan import EngineCheckPlan, ObjectivePlan
 from roll_opd.objective import engine_columns
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.engine_columns import ENGINE_LOGPROBS, SAMPLED_BY, marked
+from roll_opd.objective.engine_evidence import CURRENT, OLDER
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import as_columns
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import (
     CorrectionPlan,
@@ -20,6 +19,7 @@ from roll_opd.config.plan import (
     TeacherPlan,
     TokenFilterPlan,
 )
+from roll_opd.objective.aggregation import token_weights
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.mismatch import check_staleness, corrected, train_infer_metrics
 from roll_opd.samples.sample import Sample, changed

@@ -13,7 +13,7 @@ from runs import Run
 from safetensors.torch import load_file
 from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, Stage, optimizer_of
 
-from roll_opd.algorithms.table import ALGORITHMS
+from roll_opd.objective.algorithms import ALGORITHMS
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scorer import LOGPROBS, TeacherAnswer, TokenSequence, Wanted
 from tests.cover import cover, tiered

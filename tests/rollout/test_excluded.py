@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.algorithms.registry import ADVANTAGES
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
-from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantage_metrics, audited
 from roll_opd.objective.columns import loss_columns, value_columns
+from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.mismatch import corrected
+from roll_opd.objective.registry import ADVANTAGES
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 

@@ -28,9 +28,9 @@ from roll_opd.config.plan import (
     TokenFilterPlan,
 )
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantage_metrics, audited
 from roll_opd.objective.columns import loss_columns
+from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import kl_coefs

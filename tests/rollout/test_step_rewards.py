@@ -9,8 +9,8 @@ import pytest
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import audited
+from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.algorithms.registry import ADVANTAGES
 from roll_opd.config.plan import (
     CorrectionPlan,
     Layout,
@@ -17,11 +16,12 @@ from roll_opd.config.plan import (
     ObjectivePlan,
     TeacherPlan,
 )
-from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import audited
 from roll_opd.objective.columns import loss_columns, value_columns
 from roll_opd.objective.demonstrations import supervised_samples
+from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.mismatch import corrected
+from roll_opd.objective.registry import ADVANTAGES
 from roll_opd.samples.sample import Sample, TargetRef, with_columns
 from roll_opd.samples.sample_columns import COLUMNS, as_columns, teacher_columns
 

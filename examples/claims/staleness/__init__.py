@@ -15,11 +15,11 @@ from minimal_opd import Rollout
 from results import Panel, Runs
 from torch import Tensor
 
-from roll_opd.algorithms.corrections import Mismatch, importance_weights
-from roll_opd.algorithms.divergences import FORWARD_KL, REVERSE_KL
-from roll_opd.algorithms.losses.batch import LossBatch
-from roll_opd.algorithms.losses.ratio import importance_sampling
+from roll_opd.objective.corrections import Mismatch, importance_weights
+from roll_opd.objective.divergences import FORWARD_KL, REVERSE_KL
 from roll_opd.objective.loss import stale_weights
+from roll_opd.objective.losses.batch import LossBatch
+from roll_opd.objective.losses.ratio import importance_sampling
 
 QUESTIONS = 16  # of a step, with `ANSWERS` answers each
 AGE = 8  # updates between a sample and its use

@@ -12,7 +12,7 @@ from minimal_opd import Rollout
 from results import Panel, Runs
 from torch import Tensor
 
-from roll_opd.algorithms.divergences import REVERSE_KL, topk_divergence
+from roll_opd.objective.divergences import REVERSE_KL, topk_divergence
 
 LENGTH, STEPS = 8, 300
 BATCH = 4  # answers of a step, each to another question

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from roll_opd.algorithms.registry import AlgorithmError
-from roll_opd.algorithms.table import algorithm
 from roll_opd.compat.trinity.keys import BATCH_ARGUMENTS, KL_PENALTIES
 from roll_opd.compat.trinity.reading import Translation
+from roll_opd.objective.algorithms import algorithm
+from roll_opd.objective.registry import AlgorithmError
 
 
 def objective(read: Translation) -> None:

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Mapping
 
-from roll_opd.algorithms.registry import AlgorithmError
-from roll_opd.algorithms.table import algorithm
 from roll_opd.compat.trinity.keys import AUXILIARY, DTYPES, TASKSET
 from roll_opd.compat.trinity.reading import Translation
+from roll_opd.objective.algorithms import algorithm
+from roll_opd.objective.registry import AlgorithmError
 
 MAX_PER_DEVICE = 8  # sequences per micro-batch if tokens are not limited
 ROLLOUT, TEACHER = "explorer.rollout_model", f"{AUXILIARY}.0"  # sections of engines

@@ -57,7 +57,7 @@ class DistillationKeys(Section):
         OURS,
     )
     opd_divergence: str = key(
-        "reverse_kl", "divergence in the loss (topk and full): a name in algorithms.divergences", OURS
+        "reverse_kl", "divergence in the loss (topk and full): a name in objective.divergences", OURS
     )
     opd_topk: Positive = key(64, "with opd_objective topk: number of tokens that are compared in each position", OURS)
     opd_topk_source: Literal["teacher", "student"] = key(
@@ -73,7 +73,7 @@ class DistillationKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKeys(Section):
-    """Masks and weights of a step's samples; the formulas are in `algorithms.sample_masks`."""
+    """Masks and weights of a step's samples; the formulas are in `objective.sample_masks`."""
 
     max_len_mask: bool = key(False, "mask responses of the maximum length")
     difficulty_mask: bool = key(
@@ -120,7 +120,7 @@ class StepKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
-    """Keys of the objective; the formulas are in `roll_opd.algorithms`."""
+    """Keys of the objective; the formulas are in `roll_opd.objective`."""
 
     advantage_clip: AboveZero | None = key(
         None, "bound on the absolute value of advantages; applied after the teachers' term is added"
@@ -139,7 +139,7 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
         "prefix",
         "credit of a token if the teacher has another tokenizer; prefix: compare student and teacher in every"
         " token; other values: compare them in chunks of tokens, and assign the reverse KL of a chunk to its"
-        " tokens (see algorithms.chunk_credit)",
+        " tokens (see objective.chunk_credit)",
         OURS,
     )
     ppo_epochs: Positive = key(1, "number of passes over a step's samples")

@@ -55,7 +55,7 @@ class OfflineDistill(Supervised):
         " answers",
         OURS,
     )
-    opd_divergence: str = key("forward_kl", "divergence in the loss (topk): a name in algorithms.divergences", OURS)
+    opd_divergence: str = key("forward_kl", "divergence in the loss (topk): a name in objective.divergences", OURS)
     opd_topk: Positive | None = key(
         None,
         "number of tokens to use in each position (topk), starting with the most likely token; default: all"

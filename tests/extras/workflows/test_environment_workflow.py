@@ -16,7 +16,7 @@ from roll_opd.data.prompt_source import Prompt
 from roll_opd.extras.games import ENVIRONMENTS, game_session
 from roll_opd.extras.games.prompt_templates import CONVERSATION_FIELDS, SINGLE_TURN_FIELDS, template_problems
 from roll_opd.extras.games.workflows.environment_workflow import EnvironmentWorkflow
-from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.workflows import Experience, ModelWrapper, Task
 from roll_opd.workflows.run_state import RUN
 from roll_opd.workflows.workflow_experience import NoRoomError, RunFailure, TokenLimits, trained

@@ -15,13 +15,13 @@ from megatron_ranks import Job, write_json, write_results
 from megatron_registry import jobs, operation
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roll_opd.algorithms.divergences import divergence, topk_divergence
 from roll_opd.config.plan import EngineCheckPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.moments import TEMPORARIES, vocab_parallel_moments
 from roll_opd.megatron.vocabulary import VocabShard
+from roll_opd.objective.divergences import divergence, topk_divergence
 
 
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

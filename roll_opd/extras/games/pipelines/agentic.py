@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from roll_opd.algorithms.registry import AdvantageFacts
 from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.base.paths import PathError
 from roll_opd.base.user_modules import dotted_path
@@ -46,6 +45,7 @@ from roll_opd.extras.games.prompt_templates import (
     template_problems,
 )
 from roll_opd.extras.games.task_source import EnvironmentSource, held_out_tasks, rules_of
+from roll_opd.objective.registry import AdvantageFacts
 from roll_opd.planner.parts import sampling_plan
 from roll_opd.planner.read import Sections
 
