@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.frozen import thaw
+from roll_opd.base.installed import GENERIC_TOKENIZERS
 from roll_opd.data.messages import tool_name
 from roll_opd.data.mid_text import mid_text
 from roll_opd.data.rows import DataError, Row
@@ -102,8 +103,6 @@ def with_date(tokenizer: Any, moment: datetime | None = None) -> Any:
     return tokenizer
 
 
-# classes that can be loaded from tokenizer.json without `AutoTokenizer`, which imports torch and takes seconds
-GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -186,11 +185,11 @@ def load_plain_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     from transformers import PreTrainedTokenizerFast
 
     try:
-        if _tokenizer_class(path) in GENERIC_CLASSES:
+        if _tokenizer_class(path) in GENERIC_TOKENIZERS:  # `AutoTokenizer` imports torch and takes seconds
             return with_date(PreTrainedTokenizerFast.from_pretrained(path))
         from transformers import AutoTokenizer
 
-        return with_date(AutoTokenizer.from_pretrained(path))
+        return with_date(AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"no tokenizer could be loaded from {path}: {error}") from error
 

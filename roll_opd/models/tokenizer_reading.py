@@ -1,8 +1,8 @@
 """Read a tokenizer as transformers loads it: its tokens, its added tokens, and its named special tokens.
 
-The files are enough if tokenizer.json (or vocab.json) has all tokens that the other files declare. Otherwise
-transformers adds the other tokens when it loads the tokenizer, under ids that it chooses, so the tokenizer is loaded.
-Loading takes seconds, because it imports torch.
+The files are enough if tokenizer.json (or vocab.json) has all tokens that the other files declare, and if the class of
+the tokenizer adds no token that the files do not declare. Otherwise transformers adds the other tokens when it loads
+the tokenizer, under ids that it chooses, so the tokenizer is loaded. Loading takes seconds, because it imports torch.
 """
 
 import operator
@@ -13,12 +13,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from roll_opd.base.installed import GENERIC_TOKENIZERS
 from roll_opd.models.model_files import ModelFilesError, is_pointer, pointer_sentence, read_json
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
 CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SMALL = (CONFIG, NAMES, ADDED)  # files that declare tokens in addition to the vocabulary
 _LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+# classes whose own tokens are these four, each of which a file can replace
+_FOUR_TOKENS = ("Qwen2Tokenizer", "Qwen3_5Tokenizer", "LlamaTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer")
+_FOUR = {"eos_token", "bos_token", "unk_token", "pad_token"}
 MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError)
 
 
@@ -37,11 +41,6 @@ def read_tokenizer(path: Path) -> TokenizerReading | None:
     Raises ModelFilesError if a file cannot be read, and for a tokenizer that transformers cannot load.
     """
     return _read(path, *_versions(path))
-
-
-def has_all_tokens(path: Path) -> bool:
-    """Return whether tokenizer.json has all tokens of the loaded tokenizer."""
-    return (path / "tokenizer.json").is_file() and _of_files(path) is not None
 
 
 def declarations(path: Path) -> dict[str, Any]:
@@ -93,9 +92,19 @@ def _of_files(path: Path) -> TokenizerReading | None:
         for value in (config.get(key), names.get(key)):
             declared |= {_text(token) for token in (value.values() if isinstance(value, dict) else value or ())}
     contradicts = any(named[key] != token for key, token in _named(names).items())
-    if contradicts or not declared <= ids.keys():
+    if contradicts or not declared <= ids.keys() or _has_own_tokens(path, config):
         return None
     return TokenizerReading(tokens, added | {token: ids[token] for token in declared}, named)
+
+
+def _has_own_tokens(path: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether the class of a tokenizer may have tokens that the files do not declare."""
+    name = config.get("tokenizer_class")
+    if name is None:  # the class follows from the model
+        return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json")
+    return name not in GENERIC_TOKENIZERS and not (
+        "auto_map" not in config and name.removesuffix("Fast") in _FOUR_TOKENS and config.keys() >= _FOUR
+    )
 
 
 def refuse_pointers(path: Path) -> None:
@@ -109,8 +118,13 @@ def _loaded(path: Path) -> TokenizerReading:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the formats of tokenizers have readers of many packages
+        if "AutoTokenizer" in (declarations(path).get(CONFIG, {}).get("auto_map") or ()):
+            raise ModelFilesError(
+                f"the tokenizer of {path} needs Python code of the model's directory (auto_map in {CONFIG}), which is"
+                " not run; save it as a tokenizer.json with tokenizer_class: TokenizersBackend"
+            ) from None
         raise ModelFilesError(f"the tokenizer of {path} cannot be loaded: {str(error).splitlines()[0]}") from None
     return TokenizerReading(
         {int(number): token for token, number in tokenizer.get_vocab().items()},

@@ -7,12 +7,11 @@ from typing import Any
 
 from roll_opd.config.plan import ModelPlan, TeacherPlan
 from roll_opd.data.templates import TEMPLATES, load_tokenizer
-from roll_opd.models.model_files import read_json
+from roll_opd.models.model_files import ModelFilesError
 from roll_opd.models.model_info import read_model
 from roll_opd.models.stop_tokens import stop_tokens, turn_end
 from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.models.tokenizer_files import special_tokens
-from roll_opd.models.tokenizer_reading import has_all_tokens
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
 from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
 from roll_opd.teachers.turn_markup import NO_MARKUP, TurnMarkup, turn_markup
@@ -43,11 +42,18 @@ def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
 
 
 def tokenizer_content(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer.json. If it lacks tokens, this is the content of the loaded tokenizer."""
-    if has_all_tokens(path):
-        return read_json(path / "tokenizer.json")
-    converted: Any = load_tokenizer(str(path))
-    return json.loads(converted.backend_tokenizer.to_str())
+    """Return the loaded tokenizer as the content of a tokenizer.json.
+
+    The class of a tokenizer may replace steps of its file, and add tokens. Raises ModelFilesError for a tokenizer that
+    is written in Python.
+    """
+    loaded: Any = load_tokenizer(str(path))
+    if not hasattr(loaded, "backend_tokenizer"):
+        raise ModelFilesError(
+            f"the tokenizer of {path} is the Python class {type(loaded).__name__}, so its tokens cannot be aligned with"
+            " another tokenizer's; save it as a tokenizer.json"
+        )
+    return json.loads(loaded.backend_tokenizer.to_str())
 
 
 def turn_end_token(path: Path, encoder: ByteEncoder, template: str | None = None) -> int | None:

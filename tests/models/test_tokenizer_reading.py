@@ -1,15 +1,18 @@
 """The reading of a tokenizer equals the tokenizer that transformers loads, for every file that declares tokens."""
 
+import inspect
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import AutoTokenizer
 
+from roll_opd.models.model_files import ModelFilesError
 from roll_opd.models.tokenizer_files import compare_tokenizers
-from roll_opd.models.tokenizer_reading import has_all_tokens, read_tokenizer
+from roll_opd.models.tokenizer_reading import _FOUR, _FOUR_TOKENS, read_tokenizer
 
 STUDENT = Path(__file__).parents[2] / "examples/demo/models/student"
 X = {"content": "<x>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
@@ -26,6 +29,12 @@ VARIANTS: list[dict[str, dict[str, Any]]] = [
     {"special_tokens_map.json": {"eos_token": "<x>"}},
     {"special_tokens_map.json": {"eos_token": "<|user|>"}},
     {"added_tokens.json": {"<x>": 261}},
+    {"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer"}},  # adds <|endoftext|> as unk_token
+    {"tokenizer_config.json": {"tokenizer_class": "Qwen2TokenizerFast", "unk_token": None, "bos_token": None}},
+    {"tokenizer_config.json": {"tokenizer_class": "GemmaTokenizer"}},  # adds <mask>
+    {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "bos_token": "<x>"}},
+    {"tokenizer_config.json": {"tokenizer_class": None}},  # the class of the model: Qwen2Tokenizer
+    {"tokenizer_config.json": {"tokenizer_class": "MyTokenizer"}},
 ]
 
 
@@ -47,7 +56,22 @@ def test_a_reading_is_the_loaded_tokenizer(tmp_path: Path) -> None:
         assert dict(found.added) == {str(token): n for n, token in loaded.added_tokens_decoder.items()}, changes
         names = loaded.special_tokens_map.items()
         assert dict(found.named) == {name: token for name, token in names if isinstance(token, str)}, changes
-        assert has_all_tokens(path) == (len(loaded) == 261 and "special_tokens_map.json" not in changes), changes
+
+
+@pytest.mark.slow
+def test_classes_without_loading_have_four_tokens_of_their_own() -> None:
+    for name in _FOUR_TOKENS:
+        parameters = inspect.signature(getattr(transformers, name)).parameters.values()
+        own = {one.name for one in parameters if one.name.endswith("_token") and isinstance(one.default, str)}
+        assert own <= _FOUR, name
+
+
+@pytest.mark.slow
+def test_a_tokenizer_of_a_class_in_the_models_directory_is_refused(tmp_path: Path) -> None:
+    mapped = {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_my.MyTokenizer", None]}}
+    path = variant(tmp_path / "a", {"tokenizer_config.json": mapped, "config.json": {"model_type": "my_model"}})
+    with pytest.raises(ModelFilesError, match="auto_map"):
+        read_tokenizer(path)
 
 
 @pytest.mark.slow
