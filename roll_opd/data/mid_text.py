@@ -27,10 +27,13 @@ class MidText:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_python = backend is None
         self._inside = backend and _without_start(backend)
-        self._added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-        self._greedy = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.rstrip}
-        names = sorted(map(re.escape, self._added), key=len, reverse=True)
-        self._token = re.compile("|".join(names) or "(?!)")
+        # the others are found only where the normalised text has them, for example as `▁<tag>`
+        added = {n: one for n, one in tokenizer.added_tokens_decoder.items() if not _is_changed(one, backend)}
+        self._added = {str(token): number for number, token in added.items()}
+        self._greedy = {str(token) for token in added.values() if token.rstrip}
+        longest_first = sorted(added.values(), key=lambda token: len(str(token)), reverse=True)
+        patterns = [(r"\s*" if token.lstrip else "") + re.escape(str(token)) for token in longest_first]
+        self._token = re.compile("|".join(patterns) or "(?!)")
         self.differs = bool(self._is_python or self._inside or self._greedy)
 
     def ids(self, text: str, before: str) -> list[int]:
@@ -62,12 +65,21 @@ class MidText:
         return max(ends, key=len, default=None)
 
 
+def _is_changed(token: Any, backend: Tokenizer | None) -> bool:
+    """Return whether the tokenizer normalises the text of an added token to another text."""
+    text = str(token)
+    return bool(backend and backend.normalizer and token.normalized and backend.normalizer.normalize_str(text) != text)
+
+
 def _without_start(backend: Tokenizer) -> Tokenizer | None:
     """Return the tokenizer without the steps for the start of a text; None if it has no such steps."""
     content = json.loads(backend.to_str())
     changed = content | {name: _inside(content[name]) for name in ("normalizer", "pre_tokenizer")}
     if changed == content:
         return None
+    for one in changed["added_tokens"]:
+        if one["normalized"] and backend.normalizer:
+            one["content"] = backend.normalizer.normalize_str(one["content"])
     return Tokenizer.from_str(json.dumps(changed | {"truncation": None, "padding": None}))
 
 

@@ -8,7 +8,8 @@ beginning-of-sequence token. It adds a space before the first word only after a 
 in a whole conversation. It does not normalise, because normalisation would change bytes.
 
 Two formats are supported. The first is BPE over bytes, with GPT-2's table of characters. The second is the format of
-SentencePiece: BPE or Unigram over characters, with `▁` for a space and with tokens `<0xNN>` for single bytes.
+SentencePiece: BPE or Unigram over characters, with a mark such as `▁` for a space and with tokens `<0xNN>` for single
+bytes.
 
 Legend: n bytes of a text, U tokens of the text, V token ids.
 """
@@ -27,6 +28,11 @@ from roll_opd.models.model_files import ModelFilesError
 
 SPACE = "▁"  # SentencePiece's character for a space
 MISSING = -1  # instead of a token id, for bytes without a token
+# steps that drop or add spaces between words; UnicodeScripts drops the first space of a text
+_LOSSY = {
+    *("UnicodeScripts", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"),
+    *("WordPiece", "BPEDecoder", "CTC"),
+}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -50,11 +56,20 @@ class TokenBytes:
 
 def check_format(content: dict[str, Any]) -> None:
     """Raise ModelFilesError if a tokenizer.json has a format in which the bytes of a token are not known."""
-    kind = content["model"].get("type")
-    if kind not in ("BPE", "Unigram"):
+    model = content["model"]
+    steps = {name: list(_steps(content.get(name))) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    known = steps["decoder"] + [step for step in steps["pre_tokenizer"] if step.get("behavior") != "Removed"]
+    lossy = [step["type"] for step in steps["decoder"] + steps["pre_tokenizer"] if step not in known]
+    lossy += [step["type"] for step in known if step["type"] in _LOSSY]
+    lossy += [name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
+    if model.get("type") not in ("BPE", "Unigram"):
+        lossy = [str(model.get("type"))]
+    elif not lossy and _is_byte_level(content) and _marks(content):
+        lossy = ["ByteLevel and another mark of spaces"]
+    if lossy:
         raise ModelFilesError(
-            f"a tokenizer of type {kind} does not preserve all bytes of a text, so its tokens cannot be aligned with"
-            " another tokenizer's; use a teacher with a BPE or Unigram tokenizer"
+            f"a tokenizer with {lossy[0]} does not preserve all bytes of a text, so its tokens cannot be aligned with"
+            " another tokenizer's; use a teacher with a BPE or Unigram tokenizer that preserves them"
         )
 
 
@@ -71,8 +86,8 @@ def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
     by_id = [b""] * max([size, *(number + 1 for number in vocabulary.values()), *(one["id"] + 1 for one in added)])
     for token, number in vocabulary.items():
         by_id[number] = read(token)
-    for one in added:
-        by_id[one["id"]] = one["content"].encode()
+    for one, text in zip(added, _normalized(content), strict=True):
+        by_id[one["id"]] = one["content"].encode() if text == one["content"] else read(text)
     return TokenBytes(
         tuple(by_id),
         {one["content"]: one["id"] for one in added},
@@ -82,9 +97,8 @@ def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
 
 def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
     """Return a function that maps a token of the vocabulary to its bytes."""
-    kinds = {step["type"] for name in ("pre_tokenizer", "decoder", "normalizer") for step in _steps(content.get(name))}
     check_format(content)
-    if "ByteLevel" in kinds:
+    if _is_byte_level(content):
         characters = _byte_characters()
 
         def from_characters(token: str) -> bytes:
@@ -95,14 +109,50 @@ def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
 
         return from_characters
     fallback = bool(content["model"].get("byte_fallback"))
-    spaced = "Metaspace" in kinds or any(_is_space(step) for step in _steps(content.get("normalizer")))
+    marks = _marks(content)
 
     def read(token: str) -> bytes:
         if fallback and (found := _BYTE.fullmatch(token)):
             return bytes([int(found.group(1), 16)])
-        return (token.replace(SPACE, " ") if spaced else token).encode()
+        for mark, text in marks.items():
+            token = token.replace(mark, text)
+        return token.encode()
 
     return read
+
+
+def _is_byte_level(content: dict[str, Any]) -> bool:
+    return any(step["type"] == "ByteLevel" for step in _text_steps(content))
+
+
+def _marks(content: dict[str, Any]) -> dict[str, str]:
+    """Return the characters that stand for other text in the tokens of a vocabulary, such as `▁` for a space."""
+    marks = {}
+    for step in _text_steps(content):
+        if step["type"] == "Metaspace":
+            marks[step.get("replacement", SPACE)] = " "
+        elif step["type"] == "Replace" and _is_space(step):
+            marks[step["content"]] = " "
+        elif step["type"] == "Replace" and content.get("decoder") and "String" in step["pattern"]:
+            marks[step["pattern"]["String"]] = step["content"]
+    return marks
+
+
+def _text_steps(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the steps that convert tokens to text: those of the decoder, else those that convert text to tokens."""
+    parts = ("decoder",) if content.get("decoder") else ("normalizer", "pre_tokenizer")
+    return [step for name in parts for step in _steps(content.get(name))]
+
+
+def _normalized(content: dict[str, Any]) -> list[str]:
+    """Return the text of each added token as the tokenizer finds it in a text: normalised, if the token says so."""
+    added = content.get("added_tokens") or []
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    normalizer = Tokenizer.from_str(json.dumps({**content, "model": empty, "added_tokens": []})).normalizer
+    return [
+        normalizer.normalize_str(one["content"]) if normalizer and one.get("normalized") else one["content"]
+        for one in added
+    ]
 
 
 def _byte_characters() -> dict[str, int]:
@@ -128,8 +178,10 @@ def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _is_space(step: dict[str, Any]) -> bool:
-    """Return whether a normalisation step only replaces each space by `▁`."""
-    return step["type"] == "Replace" and step["content"] == SPACE and step["pattern"] == {"String": " "}
+    """Return whether a normalisation step only replaces each space by a mark, such as `▁`."""
+    return (
+        step["type"] == "Replace" and step["pattern"] in ({"String": " "}, {"Regex": " "}) and len(step["content"]) == 1
+    )
 
 
 class ByteEncoder:
@@ -143,11 +195,7 @@ class ByteEncoder:
         self._markup = Tokenizer.from_str(json.dumps(_inside_text(content)))
         whole = {**content, "post_processor": None, "truncation": None, "padding": None}
         self._conversation = Tokenizer.from_str(json.dumps(whole))
-        self._spaced: dict[tuple[int, bool], bool] = {}
-        self._added = {number: text for text, number in self.table.added.items()}
-        self._tags = tuple(
-            text.encode() for text, number in self.table.added.items() if number not in self.table.special
-        )
+        self._added: dict[int | None, str] = {number: text for text, number in self.table.added.items()}
         self._single = {token[0]: number for number, token in enumerate(self.table.by_id) if len(token) == 1}
         self._specials = self.table.special
 
@@ -183,24 +231,16 @@ class ByteEncoder:
         Some tokenizers add a space to a text after a special token, such as `▁` after [/INST]. The first token then has
         this space as its first byte, or is only this space and ends at offset 0.
         """
-        is_tag = data.startswith(self._tags)  # a text before an added token is empty, and gets no space
-        if before is None or not data or is_tag or not self._adds_space(before, data[:1] == b" "):
+        name, text = self._added.get(before), _valid_prefix(data)[0]
+        tokens = self._conversation.encode(f"{name}{text}", add_special_tokens=False).ids if name else []
+        if tokens[:1] != [before]:
             return self.encode(data)
-        tokens, ends = self.encode(b" " + data)
-        return tokens, np.maximum(ends - 1, 0)
-
-    def _adds_space(self, before: int, is_spaced: bool) -> bool:
-        """Return whether the tokenizer adds a space to a text after the token `before`.
-
-        Args:
-            is_spaced: whether the text begins with a space.
-        """
-        key = (before, is_spaced)
-        if key not in self._spaced:
-            text, special = " a" if is_spaced else "a", self._added.get(before)
-            found = self._conversation.encode(f"{special}{text}", add_special_tokens=False).ids if special else []
-            self._spaced[key] = found[:1] == [before] and self.table.bytes_of(found[1:]) == b" " + text.encode()
-        return self._spaced[key]
+        spelled = self.table.bytes_of(tokens[1:])
+        spaced = bool(text) and _leading(spelled) == _leading(data) + 1
+        if spelled != b" " * spaced + data or self._specials.intersection(tokens[1:]):
+            tokens, ends = self.encode(b" " * spaced + data)  # a normalisation, or text that spells a special token
+            return tokens, np.maximum(ends - spaced, 0)
+        return tokens[1:], np.maximum(np.cumsum(self.table.lengths[tokens[1:]]) - spaced, 0)
 
     def encode_markup(self, text: str) -> list[int]:
         """Return the tokens of template text, including special tokens."""
@@ -242,6 +282,11 @@ class ByteEncoder:
         return found, np.array(ends, np.int64)
 
 
+def _leading(data: bytes) -> int:
+    """Return the number of spaces at the start of `data`."""
+    return len(data) - len(data.lstrip(b" "))
+
+
 def _valid_prefix(data: bytes) -> tuple[str, int]:
     """Return (text, invalid) for the start of `data`.
 
@@ -255,9 +300,11 @@ def _valid_prefix(data: bytes) -> tuple[str, int]:
 
 def _inside_text(content: dict[str, Any]) -> dict[str, Any]:
     """Return a tokenizer.json that preserves all bytes, and splits a text as if other text came before it."""
-    kept = [step for step in _steps(content.get("normalizer")) if _is_space(step)]
+    kept = [step for step in _steps(content.get("normalizer")) if _is_space(step) or step["type"] == "ByteLevel"]
+    added = content.get("added_tokens") or []
     return {
         **content,
+        "added_tokens": [{**one, "content": text} for one, text in zip(added, _normalized(content), strict=True)],
         "normalizer": {"type": "Sequence", "normalizers": kept} if kept else None,
         "pre_tokenizer": _without_prefix(content.get("pre_tokenizer")),
         "post_processor": None,

@@ -82,6 +82,7 @@ def write_tokenizer(path: Path, **changes: Any) -> None:
         },
     }
     settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": changes.get("eos", "<|end|>"),
         "pad_token": "<|pad|>",
         "chat_template": changes.get("chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"),

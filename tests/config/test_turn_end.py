@@ -102,7 +102,8 @@ def warned(plan: Callable[..., RunPlan], root: Path) -> Callable[..., list[str]]
         tokenizer = json.loads((path / "tokenizer.json").read_text())
         tokenizer["added_tokens"] = [{"id": 4, "content": "<|end|>"}, {"id": 5, "content": "<|pad|>"}]
         (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-        (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|pad|>", "chat_template": template}))
+        settings = {"tokenizer_class": "TokenizersBackend", "eos_token": "<|pad|>", "chat_template": template}
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
         if eos:
             (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(eos)}))
         for file in root.glob("*.jsonl"):

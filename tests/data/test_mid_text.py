@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from tokenizer_forms import random_form, random_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -69,3 +70,21 @@ def test_tokens_are_those_of_the_whole_text(form: str) -> None:
             found = token_ids(tokenizer, [before, text], ["", before])
             assert found[0] + found[1] == whole, (before, text)
     assert (mid_text(made(form, False)) is None) == (form in ("never", "bytes"))
+
+
+def test_tokens_are_those_of_the_whole_text_for_random_forms() -> None:
+    compared = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        backend = random_form(draw)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
+        for end in 3 * ("<s>", "<t>", "3\n"):
+            before, text = random_text(draw, 4) + end, random_text(draw, 5)
+            whole = backend.encode(before + text, add_special_tokens=False)
+            first = next((n for n, (start, _) in enumerate(whole.offsets) if start >= len(before)), len(whole))
+            is_cut = any(start < len(before) < stop for start, stop in whole.offsets)
+            if is_cut or token_ids(tokenizer, [before], [""])[0] != whole.ids[:first]:
+                continue  # a token crosses the cut, or the end of the text before is stripped
+            assert token_ids(tokenizer, [text], [before])[0] == whole.ids[first:], (seed, before, text)
+            compared += 1
+    assert compared > 400
