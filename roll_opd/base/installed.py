@@ -10,7 +10,7 @@ import sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 
 MODULE_PATH = "ROLL_OPD_MODULE_PATH"  # directories in which the user's modules are searched for
-# tokenizer classes of transformers without tokens and steps of their own: tokenizer.json is the whole tokenizer
+# tokenizer classes of transformers that add no tokens and no steps: tokenizer.json is the whole tokenizer
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 PLACES = ("site-packages", "dist-packages")
 # names of users' folders, which also exist in some installations and are never imported from there

@@ -58,6 +58,9 @@ class BadRow(Exception):
         super().__init__(kind, detail)
         self.kind, self.detail = kind, detail
 
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+
 
 @dataclass(frozen=True)
 class Row:

@@ -139,13 +139,13 @@ def _marks(content: dict[str, Any]) -> dict[str, str]:
 
 
 def _text_steps(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps that convert tokens to text: those of the decoder, else those that convert text to tokens."""
+    """Return the steps of the decoder, or without a decoder the steps that convert text to tokens."""
     parts = ("decoder",) if content.get("decoder") else ("normalizer", "pre_tokenizer")
     return [step for name in parts for step in _steps(content.get(name))]
 
 
 def _normalized(content: dict[str, Any]) -> list[str]:
-    """Return the text of each added token as the tokenizer finds it in a text: normalised, if the token says so."""
+    """Return the text of each added token as the tokenizer finds it in a text: normalised if its flag is set."""
     added = content.get("added_tokens") or []
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     normalizer = Tokenizer.from_str(json.dumps({**content, "model": empty, "added_tokens": []})).normalizer

@@ -20,7 +20,7 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model",
 CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SMALL = (CONFIG, NAMES, ADDED)  # files that declare tokens in addition to the vocabulary
 _LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-# classes whose own tokens are these four, each of which a file can replace
+# classes that add at most these four tokens; the files can replace each one
 _FOUR_TOKENS = ("Qwen2Tokenizer", "Qwen3_5Tokenizer", "LlamaTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer")
 _FOUR = {"eos_token", "bos_token", "unk_token", "pad_token"}
 MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError)

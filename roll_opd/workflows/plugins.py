@@ -35,7 +35,7 @@ def load_plugins(directory: str) -> None:
         sys.path.append(str(path))
         importlib.invalidate_caches()
     for file in sorted(path.glob("*.py")):
-        if not file.stem.isidentifier() or file.stem == "__init__":
+        if not file.stem.isidentifier() or file.stem == "__init__":  # also hidden files, such as `._x.py`
             continue
         found = importlib.util.find_spec(file.stem)
         if found is None or found.origin is None or Path(found.origin).resolve() != file:

@@ -81,7 +81,7 @@ def is_written_in(name: str, directory: str) -> bool:
     """
     quoted = re.compile(f"[\"']{re.escape(name)}[\"']")
     try:
-        files = [file.read_text(encoding="utf-8", errors="replace") for file in Path(directory).glob("*.py")]
+        files = [file.read_text(encoding="utf-8", errors="replace") for file in Path(directory).glob("[!.]*.py")]
     except OSError:
         return True  # reported when the plugins are imported
     return any(quoted.search(text) for text in files)

@@ -452,6 +452,9 @@ def test_training_by_megatron_there_is_spread_as_there(plan: Planner) -> None:
     layout = found.student.layout
     assert (layout.tp, layout.pp, layout.dp, layout.sequence_parallel) == (2, 2, 1, True)
     assert found.student.mini_batch_sequences == 32
+    megatron |= {"expert_tensor_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
+    found, _ = plan(GRPO, {"trainer.trainer_strategy": "megatron", "trainer.megatron": megatron})
+    assert found.student.layout.etp == 1 and found.student.layout.vpp is None
     found, reported = plan(GRPO, {"trainer.megatron": megatron, "explorer.rollout_model.enable_chunked_prefill": True})
     assert found.student.layout.pp == 1 and "trainer_strategy is not megatron" in reported
     assert found.rollout.engine_args["enable_chunked_prefill"] is True

@@ -300,10 +300,7 @@ KEYS: dict[str, Rule] = {
     **_below(
         "trainer.megatron",
         _all(PART, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size")
-        | _all(PART, "context_parallel_size expert_model_parallel_size sequence_parallel"),
-    ),
-    "trainer.megatron.expert_tensor_parallel_size": only(
-        None, 1, instead="experts are split by expert_model_parallel_size; remove the key"
+        | _all(PART, "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel"),
     ),
     "trainer.critic_warmup": PART,
     "trainer.use_remove_padding": nothing("sequences are packed without padding"),

@@ -121,12 +121,13 @@ def _megatron(read: Translation) -> None:
     """Translate the parallel layout of Trinity-RFT's Megatron trainer."""
     ours = "{train}.strategy_args.strategy_config"
     copy = 1  # devices per replica of the model
-    for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline"):
-        theirs = "context_parallel_size" if name == "context" else f"{name}_model_parallel_size"
+    for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline", "expert_tensor"):
+        theirs = f"{name}_parallel_size" if name in ("context", "expert_tensor") else f"{name}_model_parallel_size"
         key = f"trainer.megatron.{theirs}"
+        if read.get(key) is None:  # Megatron's default
+            continue
         size = read.number(key, 1)
-        if key in read.found:
-            read.put(f"{ours}.{theirs}", size, key)
+        read.put(f"{ours}.{theirs}", size, key)
         if name in ("tensor", "pipeline", "context"):
             copy *= size
     key = "trainer.megatron.sequence_parallel"
