@@ -52,12 +52,6 @@ _MODULES = {
     "model_wrapper": ("ModelWrapper",),
     "recording": ("WorkflowWithRecording",),
 }
-_UNSUPPORTED = {
-    "WorkflowBase": "derive from Workflow, or from WorkflowWithRecording for an agent that uses an OpenAI endpoint",
-    "Status": "return experiences from a run, or metrics from a WorkflowWithRecording",
-    "CustomField": "no loss reads custom fields; put values to log into Experience.metrics",
-    "RMGalleryFn": "write a RewardFn, or add a reward to the configuration (docs/rewards)",
-}
 Metrics = dict[str, float]
 
 
@@ -73,9 +67,7 @@ def __getattr__(name: str) -> Any:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     if entry := entries("workflow_classes").get(name):
         return load(entry)
-    instead = _UNSUPPORTED.get(name)
-    advice = f"{name} of Trinity-RFT does not exist here: {instead}" if instead else None
-    advice = advice or importlib.import_module(f"{__name__}.workflow_checks").place_of_class(name)
+    advice = importlib.import_module(f"{__name__}.workflow_checks").advice(name)
     if advice and _is_from_import(sys._getframe(1)):
         raise ImportError(advice)  # Python would replace the message of an AttributeError
     raise AttributeError(advice or f"module {__name__} has no attribute {name!r}")
