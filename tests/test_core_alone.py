@@ -67,6 +67,7 @@ def test_the_core_plans_and_scores_without_extras(core: Path) -> None:
     assert found["scores"] == list(ANSWERS.values())
 
 
+@pytest.mark.extras
 def test_the_extras_answer_if_they_are_there() -> None:
     """The full grader has the name `math_rule`; it also knows units, which math-verify does not compare."""
     assert REWARDS.find("math_rule").__module__ == "roll_opd.extras.graders.rewards.math_rule"

@@ -66,6 +66,7 @@ def test_the_description_names_devices_batches_and_warnings(plan: Callable[..., 
     assert "Warnings\n  - these keys" in text
 
 
+@pytest.mark.extras
 def test_routing_and_objective_of_a_mixed_run(plan: Callable[..., Any], values: dict[str, Any], root: Path) -> None:
     single = values["teacher"]
     write_model(root / "other", seed=9)

@@ -7,6 +7,8 @@ import pytest
 
 from roll_opd.config.plan import RunPlan
 
+pytestmark = pytest.mark.extras
+
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
 MANAGERS = "roll.pipeline.agentic.env_manager"

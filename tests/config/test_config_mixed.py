@@ -184,6 +184,7 @@ def test_a_run_whose_signals_all_have_no_weight_is_refused(
     plan({"rewards.math_rule.weight": -1}, pure=False)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     "signal",
     [
@@ -327,6 +328,7 @@ def test_a_depth_is_within_the_bound(mixed: dict[str, Any], plan: Plan, problems
     assert "async_depth" in warning
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -360,6 +362,7 @@ def test_planned_but_not_available_yet(
     assert message in found
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -390,6 +393,7 @@ def test_contradicting_settings_of_mixed_mode_are_refused(
     assert any(message in text for text in problems(changes, pure=False))
 
 
+@pytest.mark.extras
 def test_steps_of_a_workflow_that_are_compared_with_nothing_are_reported(mixed: dict[str, Any], plan: Plan) -> None:
     def reported(**more: Any) -> bool:
         run = plan({"adv_estimator": "gigpo", "workflow": "simple_workflow", **more}, pure=False)

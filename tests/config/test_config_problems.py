@@ -448,6 +448,7 @@ def test_one_mistake_does_not_cause_others(problems: Problems, root: Path) -> No
 PARTS = 11  # shares no divisor with the number of values of junk: each part has every key and every value
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("part", tiered(range(PARTS), [0]))
 def test_junk_never_ends_in_a_traceback(root: Path, values: dict[str, Any], part: int) -> None:
     """Put junk at every key, one at a time: the answer is a plan or a ConfigError, never another exception."""

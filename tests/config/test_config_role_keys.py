@@ -22,7 +22,7 @@ Problems = Callable[..., list[str]]
         ("temperature", "student_infer.generating_args.temperature"),
         ("worker_cls", "rewards.NAME.worker_cls"),
         ("on_error", "rewards.NAME.on_error"),
-        ("env_type", "custom_envs.NAME.env_type"),
+        pytest.param("env_type", "custom_envs.NAME.env_type", marks=pytest.mark.extras),
     ],
 )
 def test_a_key_at_the_top_is_named_with_its_section(problems: Problems, key: str, place: str) -> None:

@@ -11,6 +11,8 @@ from roll_opd.commands.main import main
 from roll_opd.config.plan import FilterPlan, Layout, RunPlan
 from roll_opd.planner.build import load_plan
 
+pytestmark = pytest.mark.extras
+
 DOMAINS = {
     "code_KodCode_data": ["KodCode"],
     "llm_judge_Multi-subject-RLVR_deal_new": ["RLVR"],

@@ -213,6 +213,7 @@ def test_fields_of_rolls_that_mean_nothing_here(plan: Plan, root: Any) -> None:
     assert all(name in warning for name in ("data_seed", "tf32", "save_hf_model", "otlp_output_dir", "worker_cls"))
 
 
+@pytest.mark.extras
 def test_a_judge_of_the_shared_reward_model(rl: dict[str, Any], plan: Plan, problems: Problems, root: Any) -> None:
     """`judge_model_type: cluster`: the section reward_model describes the engine."""
     model = {"model_name_or_path": str(root / "student"), "dtype": "fp32"}
@@ -224,6 +225,7 @@ def test_a_judge_of_the_shared_reward_model(rl: dict[str, Any], plan: Plan, prob
     assert "'cluster' uses the engine of section reward_model" in problems({"reward_model": ...}, pure=False)[0]
 
 
+@pytest.mark.extras
 def test_keys_of_the_shared_reward_model_are_checked(
     rl: dict[str, Any], plan: Plan, problems: Problems, root: Any
 ) -> None:
@@ -237,6 +239,7 @@ def test_keys_of_the_shared_reward_model_are_checked(
     assert any("did you mean 'device_mapping'" in text for text in texts), texts
 
 
+@pytest.mark.extras
 def test_arguments_of_rewards_are_checked_by_the_plan(rl: dict[str, Any], plan: Plan, problems: Problems) -> None:
     changes = {"rewards.math_rule": {"worker_cls": "llm_judge", "judge_prompt": "no such", "judge_api_url": "http://x"}}
     assert any(

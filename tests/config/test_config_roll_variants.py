@@ -149,6 +149,7 @@ def test_a_hint_needs_a_resemblance(plan: Plan, key: str, problems: Problems) ->
     assert "did you mean" not in found
 
 
+@pytest.mark.extras
 def test_the_last_domain_gets_what_the_others_leave(plan: Plan, problems: Problems, root: Path) -> None:
     """rlvr_pipeline.domain_batch_size: 0.6 and 0.3 of a batch, and the rest."""
     probs = "student_train.data_args.domain_interleave_probs"
@@ -200,6 +201,7 @@ def test_options_that_an_engine_no_longer_has(plan: Plan) -> None:
 ROLE = {"model_args": {"dtype": "bf16"}, "device_mapping": "[0]", "strategy_args": {"strategy_name": "fsdp2_train"}}
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

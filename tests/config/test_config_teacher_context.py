@@ -112,6 +112,7 @@ def test_a_follower_that_knows_nothing_more(problems: Problems, root: Path, keys
     assert reason in problem and "give the teacher a hint" in problem
 
 
+@pytest.mark.extras
 def test_a_workflow_makes_prompts_of_its_own(plan: Plan) -> None:
     run = plan(HINT | {"workflow": "simple_workflow"})
     assert run.teachers[0].context and not run.data.contexts

@@ -12,6 +12,8 @@ from roll_opd.planner.describe import to_json
 from roll_opd.workflows import WORKFLOWS, WorkflowError
 from roll_opd.workflows.workflow_checks import advice
 
+pytestmark = pytest.mark.extras
+
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
 HERE = {"strategy_args": {"strategy_name": "vllm"}, "device_mapping": "[0]"}

@@ -76,6 +76,7 @@ def test_one_changed_setting(kind: str, override: str, key: str | None, before: 
     assert changes(kind, override) == {key: (before, now)}
 
 
+@pytest.mark.extras
 def test_a_setting_of_a_game() -> None:
     one, other = (
         settings_of(load_plan("examples/games", "frozen_lake_reward", overrides))

@@ -21,6 +21,8 @@ from roll_opd.planner.build import load_plan
 from roll_opd.tracking.results import loading
 from roll_opd.tracking.summary import summarize
 
+pytestmark = pytest.mark.extras
+
 MEASURED = [{"step": 0, "val_correct/all/mean": 0.25}, {"step": 20, "val_correct/all/mean": 0.75}]
 TAGS = {
     "onpolicy_distill": {"on-policy-distillation", "knowledge-distillation"},

@@ -14,6 +14,8 @@ from roll_opd.planner.build import load_plan
 from roll_opd.planner.describe import to_json
 from roll_opd.planner.plan_text import to_text
 
+pytestmark = pytest.mark.extras
+
 # example -> the pipelines that run it, what the plan shows, the launcher
 EXAMPLES = {
     ("demo", "onpolicy_distill"): ({"distill"}, ("pure", "rlvr"), "start_onpolicy_distill_pipeline.py"),

@@ -17,6 +17,8 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.config.plan import RunPlan
 from roll_opd.planner.build import load_plan
 
+pytestmark = pytest.mark.extras
+
 Values = dict[str, Any]
 WORKERS = "roll.pipeline.rlvr.rewards"
 COMMON = {"seed": 42, "num_gpus_per_node": 8, "max_steps": 500, "save_steps": 100, "resume_from_checkpoint": False}

@@ -25,6 +25,8 @@ from roll_opd.planner.build import load_plan
 from roll_opd.planner.lora_keys import LINEAR
 from tests.pages import DOCS
 
+pytestmark = pytest.mark.extras
+
 # In the forms of Trinity-RFT's own examples, in small. {root} is where models and rows are.
 GRPO = """
 mode: both

@@ -91,6 +91,7 @@ def test_plan_estimates_each_part_of_a_step(capsys: pytest.CaptureFixture[str]) 
     assert "estimated from stated rates of H100 (40% of peak FLOP/s, 60% of bandwidth), not measured" in text
 
 
+@pytest.mark.extras
 def test_estimates_without_a_basis_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, named in (
         ([*HALF, "--card", "H101"], tuple(CARDS)),

@@ -8,6 +8,8 @@ from runs import AGENTIC, Run, launch
 from safetensors.torch import load_file
 from stage import PURE, SHORT, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
+pytestmark = pytest.mark.extras
+
 GROUP_SIZE = 4
 
 

@@ -10,6 +10,8 @@ from runs import Run
 from safetensors.torch import load_file
 from stage import PURE, SHORT, WITH_REWARD, Stage, optimizer_of
 
+pytestmark = pytest.mark.extras
+
 
 def reinforced(stage: Stage, mine: tuple[str, ...], name: str, *more: str) -> Run:
     *settings, rows = mine

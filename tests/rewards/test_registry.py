@@ -146,6 +146,7 @@ def test_a_new_reward_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         sys.modules.pop("roll_opd.rewards.builtin.brief", None)
 
 
+@pytest.mark.extras
 def test_what_is_known_of_a_reward(users_module: str) -> None:
     facts = {name: REWARDS.facts(name) for name in REWARDS.builtin}
     needing = {name for name, known in facts.items() if known.needs_ground_truth}

@@ -86,6 +86,7 @@ def test_a_run_waits_for_a_server_that_is_being_started(refused: str) -> None:
     assert unreachable(refused, 5) is None
 
 
+@pytest.mark.extras
 def test_every_kind_of_server_is_named_with_its_key(refused: str) -> None:
     overrides = [f"teacher.http.url=[{refused},{refused}/two]", "server_timeout_s=0"]
     plan = load_plan("demo", "onpolicy_distill", overrides, pure=True, runnable=False)
