@@ -89,9 +89,11 @@ class Model:
         }
 
     def update(self, samples: Sequence[Any], *_: Any, assigned: Sequence[Sequence[int]], **__: Any) -> TrainResult:
-        logprobs = {n: self._noise[: len(samples[n].action_mask)] for part in assigned for n in part}
+        names = ("old_logprobs", "total_advantages", "reverse_kl")
+        lengths = {n: samples[n].response_length for part in assigned for n in part}
+        columns = {n: {name: self._noise[:length] for name in names} for n, length in lengths.items()}
         sums = {"tokens": 1.0, "weighted_loss": 0.0, "policy_loss": 0.0, "kl_loss": 0.0}
-        return TrainResult(sums, logprobs, 1.0, 1e-4, applied=True)
+        return TrainResult(sums, columns, 1.0, 1e-4, applied=True)
 
     def output_head(self) -> np.ndarray:
         return np.zeros((VOCABULARY, HIDDEN), np.float32)

@@ -49,9 +49,9 @@ from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extras.graders.rewards.math_rule import is_right
 from roll_opd.objective.aggregation import token_weights
-from roll_opd.objective.loss import opd_penalty
 from roll_opd.objective.losses.batch import LossBatch
 from roll_opd.objective.losses.ratio import importance_sampling
+from roll_opd.objective.reverse_kl import weighted_reverse_kl
 
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_PER_STEP = 128  # one answer per prompt; with a reward, several answers to a prompt would be compared
@@ -100,7 +100,7 @@ def update(student: CausalLM, optimizer: torch.optim.Optimizer, rollout: Rollout
     mask_M, teacher_M = rollout.mask_BA.flatten(), teacher_BA.flatten()
     student_M = compute_logprobs(student, rollout).flatten()
     old_M = student_M.detach()  # the weights that sampled are still the same: every ratio exp(l - old) is 1
-    advantages_M = -opd_penalty(old_M, mask_M.float(), teacher_M * mask_M)  # q - l; constant for the gradient
+    advantages_M = -weighted_reverse_kl(old_M, mask_M.float(), teacher_M * mask_M)  # q - l; constant for the gradient
 
     lengths = (rollout.answers_BA.shape[1],) * len(rollout.answers_BA)
     loss_M = importance_sampling(LossBatch(student_M, old_M, advantages_M, mask_M, lengths))

@@ -104,12 +104,14 @@ class Batch:
         Raises:
             ValueError: if a sample has no teacher log-probs; call `teacher.score` first.
         """
+        from roll_opd.objective.reverse_kl import reverse_kl
+
         parts = []
         for sample in self.samples:
             if not sample.teacher_logprobs:
                 raise ValueError(f"sample {sample.id} has no teacher log-probs; call teacher.score first")
             name, teacher = next(iter(sample.teacher_logprobs.items()))
-            parts.append((sample.student_logprobs - teacher)[sample.taught_by(name)])
+            parts.append(reverse_kl(sample.student_logprobs, teacher)[sample.taught_by(name)])
         return float(np.concatenate(parts).mean())
 
 

@@ -124,14 +124,16 @@ def test_parts_from_outside(tmp_path: Path) -> None:
         "A policy loss": "my_losses",
         "An advantage": "my_advantages",
         "A reward": "my_rewards",
+        "The reverse KL": "my_opd",
     }.items():
         (own / f"{name}.py").write_text(code(title)[0].replace("@register", "# @register"), encoding="utf-8")
     (own / "my_trackers.py").write_text(code("A tracker")[0].replace("@register", "# @register"), encoding="utf-8")
     row = code("An algorithm")[0].replace('"cubic", "best', '"my_losses.cubic", "my_advantages.best')
     (own / "my_rows.py").write_text(row, encoding="utf-8")
     program = """
-import json
+import json, torch
 from roll_opd.objective.registry import advantage, policy_loss
+from roll_opd.objective.reverse_kl import advantages
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.reward_registry import check
 from roll_opd.tracking.trackers import find
@@ -139,19 +141,24 @@ from roll_opd.tracking.trackers import find
 plan = load_plan("demo", "rlvr_opd", [
     "algorithm_type=my_rows.ROW", "adv_estimator=null", "use_kl_loss=false", "track_with=my_trackers.TextTracker",
     "++rewards.math_rule.worker_cls=my_rewards.keyword", "++rewards.math_rule.word=please",
+    "opd_advantage_fn=my_opd.below", "opd_advantage_fn_args={limit: 1.5}",
 ], pure=False)
 objective, term = plan.objective, plan.rewards[0].terms[0]
+columns = {"opd_coefficients": torch.tensor([1.0, 1.0]), "opd_teacher": torch.tensor([-2.0, -3.0]),
+           "advantages": torch.tensor([0.25, 0.25]), "mask": torch.tensor([True, True])}
+valued, _ = advantages(torch.tensor([-1.0, -1.0]), columns, [2], objective)
 policy_loss(objective.policy_loss, objective.policy_loss_args)
 advantage(objective.adv_estimator, objective.advantage_args)
 check(term.worker, dict(term.args))
 print(json.dumps([objective.policy_loss, dict(objective.policy_loss_args), objective.adv_estimator,
-                  find(plan.trackers[0]).__name__]))
+                  find(plan.trackers[0]).__name__, valued.tolist()]))
 """
     assert python(REPOSITORY, program, own) == [
         "my_losses.cubic",
         {"power": 5},
         "my_advantages.best_of_batch",
         "TextTracker",
+        [-0.75, 0.25],  # a reverse KL of 1, and one of 2, which is above the limit
     ]
 
 
@@ -275,55 +282,53 @@ def test_a_pipeline_with_a_rollout_runs(copy: Path, where: str) -> None:
     assert masked == {1: 0.5, 2: 0.5}
 
 
-def with_teacher_kind(root: Path) -> None:
-    """Make the changes of the page's section on teachers."""
-    changes = code("A teacher kind", "diff")
-    assert len(changes) == 4
-    for diff in changes:
-        apply(diff, root)
-    (root / "roll_opd/teachers/hugging_face.py").write_text(code("A teacher kind")[0], encoding="utf-8")
-
-
 OTHER_TEACHER = ["~teacher.strategy_args", "~teacher.device_mapping", "~teacher.use_dynamic_batching_in_infer"]
-OTHER_TEACHER += ["~teacher.max_tokens_per_microbatch_in_infer", "+teacher.hugging_face={precision: bfloat16}"]
+OTHER_TEACHER += ["~teacher.max_tokens_per_microbatch_in_infer"]
+OTHER_TEACHER += ["+teacher.scorer={name: my_teachers.HuggingFace, args: {precision: bfloat16}}"]
 
 
-def test_the_changes_of_the_page_plan_a_teacher_of_a_new_kind(linked: Path) -> None:
-    """It has no devices and its own row; keys of other kinds are reported, and so is a missing model."""
-    with_teacher_kind(linked)
-    ast.parse((linked / "roll_opd/pipelines/start_teachers.py").read_text(encoding="utf-8"))
+def test_a_teacher_kind_from_outside_is_planned(tmp_path: Path) -> None:
+    """It has no devices and its own row; keys of other kinds are reported, and so are wrong names and arguments."""
+    (tmp_path / "my_teachers.py").write_text(code("A teacher kind")[0], encoding="utf-8")
     program = f"""
 import json
 from roll_opd.base.failures import ConfigError
+from roll_opd.pipelines.check_user_code import check_user_code
 from roll_opd.planner.build import load_plan
 from roll_opd.planner.describe import to_json
 
 def planned(*overrides):
-    return load_plan("demo", "onpolicy_distill", [*{OTHER_TEACHER!r}, *overrides], pure=True)
+    return load_plan("examples/demo", "onpolicy_distill", [*{OTHER_TEACHER!r}, *overrides], pure=True)
+
+def refused(*overrides):
+    try:
+        check_user_code(planned(*overrides))
+    except ConfigError as error:
+        return str(error)
 
 plan = planned()
+check_user_code(plan)
 (teacher,) = plan.teachers
-unread = planned("+teacher.infer_batch_size=3")
-try:
-    planned("~teacher.model_args.model_name_or_path", "+teacher.http={{url: 'http://teacher.example:1'}}")
-except ConfigError as error:
-    refused = str(error)
-print(json.dumps([teacher.source.precision, teacher.role is None, to_json(plan)["roles"]["teacher"],
-                  plan.warnings, unread.warnings, refused]))
+print(json.dumps([teacher.source.args["precision"], teacher.role is None, to_json(plan)["roles"]["teacher"],
+                  plan.warnings, planned("+teacher.infer_batch_size=3").warnings,
+                  [refused("+teacher.http={{url: 'http://teacher.example:1'}}"),
+                   refused("teacher.scorer.name=my_teachers.Other"), refused("teacher.scorer.name=http"),
+                   refused("teacher.scorer.args={{precision: half}}"), refused("teacher.scorer.args={{size: 3}}")]]))
 """
-    precision, is_external, row, warnings, unread, refused = python(linked, program)
+    precision, is_external, row, warnings, unread, refused = python(REPOSITORY, program, tmp_path)
     assert precision == "bfloat16" and is_external
-    assert row["strategy"] == "hugging_face, bfloat16" and row["devices"] == []
+    assert row["strategy"] == "scorer, my_teachers.HuggingFace" and row["devices"] == []
     assert Path(row["model"]).samefile(MODELS / "teacher")
     assert not any("teacher" in warning for warning in warnings)
     assert any("infer_batch_size" in warning for warning in unread)
-    assert "model_name_or_path: is missing" in refused and "second source" in refused
+    keys = ["second source", "scorer.name", "scorer.name", "scorer.args.precision", "scorer.args.size"]
+    assert [key in message for key, message in zip(keys, refused, strict=True)] == [True] * 5, refused
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_run_with_a_teacher_of_a_new_kind(linked: Path) -> None:
-    with_teacher_kind(linked)
+def test_a_run_with_a_teacher_kind_from_outside(linked: Path) -> None:
+    (linked / "my_teachers.py").write_text(code("A teacher kind")[0], encoding="utf-8")
     command = ["-m", "roll_opd.commands.main", "run", "examples/demo/onpolicy_distill.yaml", *OTHER_TEACHER]
     command += ["max_steps=2", "eval_steps=0", "track_with=stdout", f"output_dir={linked}/output"]
     environment = {**os.environ, "PYTHONPATH": str(linked)}

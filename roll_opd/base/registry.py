@@ -47,6 +47,11 @@ class Declared:
 
 
 @dataclass(frozen=True)
+class NoFacts:
+    """No facts: the planner reads only the name and the arguments of such a part."""
+
+
+@dataclass(frozen=True)
 class Registry(Generic[Facts]):
     """Registry of one extension point. If a name is wrong, the methods raise the exception class `error`."""
 
@@ -240,7 +245,8 @@ def _source(module: str) -> Path | None:
 @cache
 def _read(source: Path, module: str, decorator: str) -> tuple[tuple[str, Declared], ...]:
     found: list[tuple[str, Declared]] = []
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+    text = source.read_text(encoding="utf-8")
+    tree = ast.parse(text if f"@{decorator}(" in text else "")
     for part in [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]:
         for call in part.decorator_list:
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != decorator:

@@ -25,6 +25,7 @@ from roll_opd.config.role_plans import (
     OptimizerPlan,
     RolloutPlan,
     SamplingPlan,
+    ScorerPlan,
     TeacherPlan,
     TeacherSource,
     TrainPlan,
@@ -196,6 +197,7 @@ class ObjectivePlan(ObjectiveKeys):
     loss_normaliser: float | None = None  # divisor of seq-mean-token-sum-norm: the response length
     kl_loss: str = "low_var_kl"  # estimator of the KL loss (k3 in ROLL)
     init_kl_coef: float = 0.0  # coefficient of the token-level KL; 0: off
+    opd_advantage_fn_args: FrozenDict = field(default_factory=FrozenDict)
     opd_vocab_size: int | None = None  # for topk and full: number of token ids that student and teachers have in common
     correction: CorrectionPlan | None = None
     max_age: int = 0  # number of weight versions by which trained tokens may be behind the student

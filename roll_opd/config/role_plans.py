@@ -3,6 +3,7 @@
 `plan.py` also exports these types.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +85,15 @@ class MegatronPlan:
     vocab_size: int | None = None  # number of token ids in the normalisation of log-probs; None: all
 
     @property
+    def kind(self) -> str:
+        return "megatron"
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments of the kind."""
+        return {}
+
+    @property
     def location(self) -> str:
         """The directory of the model."""
         return self.model.path
@@ -154,6 +164,16 @@ class ExternalPlan:
     name: str  # dotted key of the teacher's section
 
     @property
+    def kind(self) -> str:
+        """The name of the kind in `teachers.kinds.TEACHERS`."""
+        raise NotImplementedError(f"{type(self).__name__} has no property `kind`; write it")
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments of the kind."""
+        return {}
+
+    @property
     def location(self) -> str:
         """The place of the source: a directory, an address or a file."""
         raise NotImplementedError(f"{type(self).__name__} has no property `location`; write it")
@@ -176,6 +196,10 @@ class HttpPlan(HttpKeys, ExternalPlan):
     vocab_size: int | None = None  # number of token ids in that directory's config.json
 
     @property
+    def kind(self) -> str:
+        return "http"
+
+    @property
     def location(self) -> str:
         """The addresses of the server."""
         return ", ".join(self.url)
@@ -183,6 +207,33 @@ class HttpPlan(HttpKeys, ExternalPlan):
     @property
     def shown(self) -> dict[str, Any]:
         return {"strategy": f"http, {self.server}", "model": self.location, "http": shared(HttpKeys, self)}
+
+
+@dataclass(frozen=True)
+class ScorerPlan(ExternalPlan):
+    """A teacher whose log-probs a class of the user computes."""
+
+    name: str
+    scorer: str  # registered name or dotted path
+    args: FrozenDict = field(default_factory=FrozenDict)
+    model: str | None = None  # directory of model_args.model_name_or_path
+
+    @property
+    def kind(self) -> str:
+        return self.scorer
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        return self.args
+
+    @property
+    def location(self) -> str:
+        """The class."""
+        return self.scorer
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {"strategy": f"scorer, {self.scorer}", "model": self.model or "", "scorer": dict(self.args)}
 
 
 @dataclass(frozen=True)
@@ -194,6 +245,10 @@ class FilePlan(ExternalPlan):
     compression: str | None = None  # DistillKit's configuration; None: next to the files
     teacher: str | None = None  # name of the teacher that every row must have; None: any
     sft_teacher: str | None = None  # name of the teacher of the student's fine-tuning, if known
+
+    @property
+    def kind(self) -> str:
+        return "files"
 
     @property
     def location(self) -> str:

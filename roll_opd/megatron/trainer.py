@@ -20,8 +20,9 @@ from roll_opd.megatron.packing import PackedBatch
 from roll_opd.models.device_phases import Part
 from roll_opd.objective.divergences import ColumnSum, divergence, topk_divergence
 from roll_opd.objective.engine_columns import SAMPLED_BY, engine_sums
-from roll_opd.objective.loss import opd_loss, sampled_mask
+from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES, policy_loss
+from roll_opd.objective.reverse_kl import sampled_mask
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sharding import TrainResult
 from roll_opd.samples.transport import as_tensor
@@ -101,7 +102,7 @@ class MegatronTrainer(MegatronLearner):
 
         def loss(head: OutputHead, batch: PackedBatch) -> tuple[Tensor, dict]:
             logprobs_M = head.logprobs()
-            value, sums = opd_loss(
+            value, sums, tokens = opd_loss(
                 logprobs_M, batch.columns, batch.lengths, objective=objective, arguments=arguments, step=step
             )
             if objective.entropy_loss_coef:
@@ -116,7 +117,7 @@ class MegatronTrainer(MegatronLearner):
             if SAMPLED_BY in batch.columns and objective.engine_check:
                 rows_R = batch.columns[SAMPLED_BY].nonzero()[:, 0]
                 sums |= engine_sums(batch.columns, head.at(rows_R).moments(objective.engine_check), rows_R)
-            return value, {"sums": sums, "logprobs": _by_sequence(logprobs_M, batch.lengths)}
+            return value, {"sums": sums, "columns": _by_sequence({"old_logprobs": logprobs_M, **tokens}, batch.lengths)}
 
         return loss
 
@@ -141,11 +142,12 @@ class MegatronTrainer(MegatronLearner):
 
 
 def _result(done: Update) -> TrainResult:
-    return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
+    return TrainResult(done.sums, done.by_sample("columns"), done.grad_norm, done.learning_rate, done.applied)
 
 
-def _by_sequence(logprobs_M: Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
-    return [piece.numpy() for piece in logprobs_M.detach().float().cpu().split(list(lengths))]
+def _by_sequence(columns: Mapping[str, Tensor], lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
+    pieces = {name: values_M.detach().float().cpu().split(list(lengths)) for name, values_M in columns.items()}
+    return [{name: each[number].numpy() for name, each in pieces.items()} for number in range(len(lengths))]
 
 
 def distillation_loss(

@@ -1,8 +1,7 @@
 """The columns that losses read.
 
 The driver computes the columns before a mini-batch is split into shards. A rank packs the columns and computes the loss
-from them, so it needs neither teachers nor rewards. The names of the columns are listed in a table in
-`samples.sample_columns`.
+from them, so it needs neither teachers nor rewards.
 
 Legend: T tokens of a sample, P prompt tokens.
 """
@@ -10,14 +9,16 @@ Legend: T tokens of a sample, P prompt tokens.
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.aggregation import loss_scales, value_scales
 from roll_opd.objective.algorithms import loss_facts
 from roll_opd.objective.engine_columns import ENGINE_LOGPROBS, SAMPLED_BY
+from roll_opd.objective.reverse_kl import advantages
 from roll_opd.objective.sample_masks import sample_weights
 from roll_opd.samples.alignment import NO_CHUNK
-from roll_opd.samples.sample import Sample, present
+from roll_opd.samples.sample import Sample, present, with_columns
 from roll_opd.samples.sample_columns import as_columns, chunks_column
 
 
@@ -77,11 +78,36 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
     return made
 
 
+def with_total_advantages(
+    samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+) -> list[Sample]:
+    """Return the samples with `total_advantages` and `reverse_kl`, the columns that an update returns.
+
+    They are computed here for samples without an update, and for rules that read advantages before it.
+    """
+    if all("total_advantages" in sample.columns for sample in samples):
+        return list(samples)
+    made = [sample.columns for sample in loss_columns(samples, teachers, objective)]
+    columns = {name: torch.from_numpy(np.concatenate([each[name] for each in made])) for name in made[0]}
+    student_M = torch.from_numpy(np.concatenate([_student_logprobs(sample) for sample in samples]))
+    lengths = [sample.response_length for sample in samples]
+    found = [values_M.split(lengths) for values_M in advantages(student_M, columns, lengths, objective)]
+    totals, reverse_kls = ([part.numpy() for part in parts] for parts in found)
+    return with_columns(samples, total_advantages=totals, reverse_kl=reverse_kls)
+
+
+def _student_logprobs(sample: Sample) -> np.ndarray:
+    """Return the student's log-probs, f32 [T-P]; those of a demonstration are 0 without an update."""
+    if sample.demonstration and sample.old_logprobs is None:
+        return np.zeros(sample.response_length, np.float32)
+    return sample.student_logprobs
+
+
 def weighs_parts_apart(teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> bool:
     """Return whether the two parts of a stale token's advantage have separate importance weights.
 
     The correction of the run weights the reward's part. The teachers' part is computed from current log-probs, so its
-    only bias is that older weights sampled the token; `objective.loss.stale_weights` corrects this bias.
+    only bias is that older weights sampled the token; `objective.reverse_kl.stale_weights` corrects this bias.
     """
     if not objective.max_age or not teachers or objective.opd_objective != "sampled":
         return False
@@ -122,8 +148,8 @@ def value_columns(samples: Sequence[Sample]) -> list[Sample]:
 def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> dict[str, np.ndarray]:
     """Return the columns `opd_coefficients` and `opd_teacher`, f32 [T-P].
 
-    Both columns are sums over the teachers of the sample (see `objective.loss`). Teachers with another tokenizer are
-    not included.
+    Both columns are sums over the teachers of the sample (see `objective.reverse_kl`). Teachers with another tokenizer
+    are not included.
     """
     mask = sample.action_mask
     by_teacher = {n: values for n, values in sample.teacher_logprobs.items() if chunks_column(n) not in sample.columns}

@@ -4,9 +4,8 @@
     A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})
 
 The sums Σ opd_kl_coef · reverse_kl are sums over the teachers of the sample. `external_advantages` computes A_external
-separately for each reward domain, because the rewards of two domains have no common scale. `objective.loss` subtracts
-the teachers' part during an update. `objective.audit` computes both formulas for the log. Pure distillation has no
-external part.
+separately for each reward domain, because the rewards of two domains have no common scale. `objective.reverse_kl`
+subtracts the teachers' part during an update. Pure distillation has no external part.
 """
 
 from collections import Counter
@@ -23,7 +22,7 @@ from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.advantages.batch import Normalised, RewardBatch, run_members
 from roll_opd.objective.reference_kl import by_domain, kl_coefs, reference_kl
 from roll_opd.objective.registry import ADVANTAGES, Advantage, advantage
-from roll_opd.objective.token_advantages import clipped, on_last_action, token_advantages
+from roll_opd.objective.token_advantages import clipped, last_action, on_last_action, token_advantages
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import end_to_end, picked
 
@@ -236,6 +235,17 @@ def _filled(
             strict=True,
         )
     ]
+
+
+def token_level_rewards(sample: Sample, objective: ObjectivePlan) -> np.ndarray:
+    """Return the reward of each token, f64 [T-P], for metrics and records. The sample has the column `reverse_kl`."""
+    rewards = -sample.reverse_kl.astype(np.float64)
+    if objective.init_kl_coef and not sample.demonstration:
+        rewards -= sample.metrics["kl_coef"] * reference_kl(sample, objective.kl_penalty).numpy()
+    place = last_action(sample.action_mask)
+    if place is not None and sample.advantages is not None and not sample.excluded:
+        rewards[place] += reward_of(sample)
+    return rewards
 
 
 def reward_of(sample: Sample, workflow: str | None = None) -> float:

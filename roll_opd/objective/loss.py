@@ -1,25 +1,8 @@
 """The loss of on-policy distillation and of the external reward, computed from log-probs and columns.
 
-    reverse_kl_t = old_logprobs_t - teacher_logprobs_t                      (of the sampled token)
-    A_t          = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ_teachers opd_kl_coef · reverse_kl_{t+k})
-    loss         = rl_loss_coef · Σ_t weight_t · (policy_loss(logprobs_t, old_logprobs_t, A_t) + kl_loss_coef · KL_t)
+    loss = rl_loss_coef · Σ_t weight_t · (policy_loss(logprobs_t, old_logprobs_t, A_t) + kl_loss_coef · KL_t)
 
-In pure distillation A_external is 0. With the policy loss `importance_sampling`, the gradient of the loss is then the
-gradient of Σ weight · opd_kl_coef · KL(student || teacher). With `token-mean`, the weights of a mini-batch's tokens sum
-to 1. The sum over k is a sum over action tokens (`returns.discounted_to_go`).
-
-With several teachers, the penalty of a token is the sum over the teachers of its sample:
-
-    Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i
-
-Two columns, Σ coef_i and Σ coef_i · q_i, are therefore enough for any number of teachers.
-
-If generation runs ahead of training, older weights sampled the tokens. The teachers' part of the advantage is then
-multiplied by `stale_weights`, so that the gradient is again the gradient of the KL at the positions of the samples.
-
-A teacher with another tokenizer may have a reverse KL per chunk instead of per token. `objective.chunk_credit` defines
-how the tokens of a chunk are credited. The sum over the tokens of a chunk is computed in this module from the log-probs
-of the update, like all other terms.
+`objective.reverse_kl` computes the advantages A. With `token-mean`, the weights of a mini-batch's tokens sum to 1.
 
 Legend: M scored tokens of a pack, B sequences.
 """
@@ -33,16 +16,11 @@ import torch
 from torch import Tensor
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.objective.chunk_credit import chunk_penalty
 from roll_opd.objective.kl import KL_ESTIMATORS, READS_OLD
 from roll_opd.objective.losses.batch import LossBatch
 from roll_opd.objective.losses.bounds import beyond_bounds
 from roll_opd.objective.registry import policy_loss
-from roll_opd.objective.returns import discounted_to_go
-from roll_opd.objective.token_advantages import clipped
-from roll_opd.samples.sample_columns import CHUNKS
-
-STALE_LIMIT = 20.0  # largest importance weight of a stale token in the teachers' part
+from roll_opd.objective.reverse_kl import advantages, sampled_mask
 
 
 def opd_loss(
@@ -53,11 +31,12 @@ def opd_loss(
     objective: ObjectivePlan,
     arguments: Mapping[str, Any],
     step: int,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (loss, sums): a pack's contribution to the loss, f32 [], and the pack's sums for metrics.
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Return (loss, sums, tokens): a pack's contribution to the loss, f32 [], and values for the records.
 
-    `MegatronTrainer.update` explains the sums. If a log-prob or an advantage is not finite, the loss is NaN, and the
-    update is skipped.
+    `MegatronTrainer.update` explains the sums. The tokens are columns of the samples, f32 [M] each:
+    `total_advantages`, and `reverse_kl`, which is Σ opd_kl_coef · reverse_kl. If a log-prob or an advantage is not
+    finite, the loss is NaN, and the update is skipped.
 
     Args:
         logprobs_M: current log-probs, with a gradient.
@@ -72,16 +51,9 @@ def opd_loss(
     # demonstrations are not sampled, so their old log-probs are set to the current log-probs
     if demonstration_M is not None:
         old_M = torch.where(demonstration_M, logprobs_M.detach(), old_M)
-    penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
-    for name in (column.removesuffix(CHUNKS) for column in columns if column.endswith(CHUNKS)):
-        own_M = opd_penalty(old_M, columns[f"{name}/chunk_coefficients"], columns[f"{name}/chunk_teacher"])
-        chunks_M = columns[f"{name}/chunks"]
-        penalty_M = penalty_M + chunk_penalty(own_M, old_M, chunks_M, lengths, objective.opd_chunk_credit)
-    to_go_M = discounted_to_go(penalty_M, columns.get("actions", mask_M), lengths, objective.opd_kl_discount)
-    if "sampling_logprobs" in columns:
-        to_go_M = to_go_M * stale_weights(old_M, columns)
+    total_M, reverse_kl_M = advantages(old_M, columns, lengths, objective)
     # `where` instead of a product, since a masked value may be infinite
-    advantages_M = torch.where(mask_M, clipped(columns["advantages"] - to_go_M, objective.advantage_clip), 0)
+    advantages_M = torch.where(mask_M, total_M, 0)
     batch = LossBatch(
         logprobs_M,
         old_M,
@@ -117,41 +89,7 @@ def opd_loss(
         learned_M = mask_M & demonstration_M
         sums["demonstration_tokens"] = learned_M.sum()
         sums["demonstration_loss"] = -(logprobs_M.detach() * columns["weight"])[learned_M].sum()
-    return loss, sums
-
-
-def opd_penalty(student_M: Tensor, coefficients_M: Tensor, weighted_teacher_M: Tensor) -> Tensor:
-    """Return Σ coef · reverse_kl, f32 [M].
-
-    Where the coefficient is 0, `student_M` is ignored.
-
-    Args:
-        student_M: student log-probs, f32.
-        coefficients_M: Σ coef_i over the teachers of the token's sample; 0 without teachers and on masked tokens.
-        weighted_teacher_M: Σ coef_i · q_i over the same teachers, 0 on masked tokens.
-    """
-    return torch.where(coefficients_M == 0, 0, coefficients_M * student_M) - weighted_teacher_M
-
-
-def stale_weights(student_M: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-    """Return the importance weights min(exp(l - l_sampling), `STALE_LIMIT`) of the teachers' part, f32 [M].
-
-    Without these weights, the mean of the penalty acts on the tokens of the older weights as a separate gradient: it
-    moves the student away from the older weights, further with each update, and the accuracy falls. A low limit leaves
-    a part of this gradient. Tokens outside the mask and tokens of demonstrations have the weight 1.
-
-    Args:
-        student_M: student log-probs l under the current weights, f32.
-        columns: with `sampling_logprobs`, the log-probs l_sampling of the weights that sampled each token.
-    """
-    ratio_M = torch.exp(torch.where(sampled_mask(columns), student_M - columns["sampling_logprobs"], 0))
-    return ratio_M.clamp(max=STALE_LIMIT)
-
-
-def sampled_mask(columns: Mapping[str, Tensor]) -> Tensor:
-    """Return the mask without the tokens of demonstrations, bool [M]."""
-    mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
-    return mask_M if demonstration_M is None else mask_M & ~demonstration_M
+    return loss, sums, {"total_advantages": total_M, "reverse_kl": reverse_kl_M}
 
 
 def _finite(batch: LossBatch) -> Tensor:

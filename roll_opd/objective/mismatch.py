@@ -8,7 +8,7 @@ from torch import Tensor
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
-from roll_opd.objective.audit import audited
+from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.corrections import (
     Mismatch,
     difference_within,
@@ -53,8 +53,8 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
     for rule in plan.filters:
         kept_M &= _WITHIN[rule.measure](mismatch, level=rule.level, low=rule.low, high=rule.high)
     if plan.negatives_delta is not None:
-        samples = audited(samples, teachers, objective)
-        totals_M = _joined([sample.columns["total_advantages"] for sample in samples], np.float64)
+        valued = with_total_advantages(samples, teachers, objective)
+        totals_M = _joined([sample.total_advantages for sample in valued], np.float32)
         kept_M &= negatives_near(mismatch, totals_M, delta=plan.negatives_delta)
     broken_M = mismatch.mask_M & ~torch.isfinite(mismatch.train_M - mismatch.infer_M)
     weights_M = torch.where(broken_M, torch.nan, _weights(mismatch, plan)).float()

@@ -1,4 +1,4 @@
-"""`POLICY_LOSSES` and `ADVANTAGES`: registries of the losses and advantages that a configuration can name.
+"""`POLICY_LOSSES`, `ADVANTAGES` and `OPD_ADVANTAGES`: registries of functions that a configuration can name.
 
 A function is registered where it is defined, together with facts for the planner. The arguments and their defaults are
 read from its signature. Modules in `losses` and `advantages` are found automatically. A user's function must have the
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.registry import Registry, argument_problems
+from roll_opd.base.registry import NoFacts, Registry, argument_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PolicyLoss = Callable[..., "Tensor"]  # (LossBatch, *, arguments) -> [M]
 Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, arguments) -> Normalised
+OpdAdvantage = Callable[..., "Tensor"]  # (TaughtTokens, *, arguments) -> [M]
 
 
 class AlgorithmError(Exception):
@@ -72,8 +73,18 @@ ADVANTAGES = Registry(
     decorator="register_advantage",
     elsewhere=("skip_obs_gae",),  # estimators of ROLL that are not available yet
 )
+OPD_ADVANTAGES: Registry[NoFacts] = Registry(
+    kind="opd_advantage_fn",
+    made_of="function",
+    example="mypackage.my_advantages",
+    error=AlgorithmError,
+    package="roll_opd.objective",
+    facts_type=NoFacts,
+    decorator="register_opd_advantage",
+)
 register_policy_loss = POLICY_LOSSES.register
 register_advantage = ADVANTAGES.register
+register_opd_advantage = OPD_ADVANTAGES.register
 
 
 def policy_loss(name: str, arguments: Mapping[str, Any] | None = None) -> PolicyLoss:
@@ -92,6 +103,15 @@ def advantage(name: str, arguments: Mapping[str, Any] | None = None) -> Advantag
         AlgorithmError: if the name is unknown or the arguments do not match.
     """
     return _checked(ADVANTAGES, name, arguments or {})
+
+
+def opd_advantage(name: str, arguments: Mapping[str, Any] | None = None) -> OpdAdvantage:
+    """Check the arguments of an `opd_advantage_fn` and return its function.
+
+    Raises:
+        AlgorithmError: if the name is unknown or the arguments do not match.
+    """
+    return _checked(OPD_ADVANTAGES, name, arguments or {})
 
 
 def _checked(registry: Registry[Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:

@@ -6,11 +6,12 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import thaw
 from roll_opd.base.registry import argument_problems
 from roll_opd.base.user_modules import users_module
-from roll_opd.config.plan import RunPlan
-from roll_opd.objective.registry import advantage, policy_loss
+from roll_opd.config.plan import RunPlan, ScorerPlan
+from roll_opd.objective.registry import advantage, opd_advantage, policy_loss
 from roll_opd.pipelines.user_code import pipeline_module, task_keys
 from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.rewards import reward_registry as rewards
+from roll_opd.teachers.kinds import TEACHERS
 from roll_opd.tracking import trackers as trackers
 from roll_opd.tracking.trackers import JSONL
 from roll_opd.workflows import workflow_checks
@@ -29,6 +30,10 @@ def check_user_code(plan: RunPlan) -> None:
         loop_of(plan.pipeline)
     objective = plan.objective
     policy_loss(objective.policy_loss, objective.policy_loss_args)
+    opd_advantage(objective.opd_advantage_fn, objective.opd_advantage_fn_args)
+    for source in (teacher.source for teacher in plan.teachers if isinstance(teacher.source, ScorerPlan)):
+        for argument, problem in argument_problems(TEACHERS.find(source.kind), source.arguments, given_by_us=1):
+            raise ConfigError([f"{source.name}.scorer.args.{argument}: {problem.partition(', got ')[0]}"])
     if plan.rollout and not plan.rewards_are_monitored:
         advantage(objective.adv_estimator, objective.advantage_args)
     workflow = plan.workflow

@@ -10,7 +10,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.algorithms import loss_facts
-from roll_opd.objective.audit import advantage_metrics, audited
+from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import GroupFilter, group_filter, mask_metrics, masked, without_rejected
@@ -32,7 +32,7 @@ from roll_opd.teachers.scoring import Scorers
 from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.tracking.alignment_metrics import alignment_metrics
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.tracking.metrics import opd_metrics
+from roll_opd.tracking.opd_metrics import advantage_metrics, opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.summary import FAILED_PROMPTS, FAILED_RATE, LEARNED_TOKENS
 from roll_opd.workers.target_refs import release
@@ -98,7 +98,6 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
                 rollouts.gate.publish(step)
             with clock.phase("reward"):  # rewards that are only monitored
                 samples = await batch.with_rewards(samples)
-            samples = audited(samples, plan.advantage_teachers, plan.objective)
             metrics |= sample_metrics(samples, plan) | batch.ahead_metrics() | failed
             metrics |= workers.scorers.step_metrics([s for s in samples if not s.demonstration])
             metrics |= await (concurrent.after(step) if concurrent else run.validation(step, partial(validate, step)))
@@ -272,7 +271,7 @@ def with_advantages(
         if not loss_facts(objective.policy_loss).reads_advantages:
             samples = without_rejected(samples, plan.rewards)
     if objective.correction:
-        samples = corrected(samples, plan.advantage_teachers, objective)
+        samples = corrected(samples, plan.teachers, objective)
     return samples, kl_coef
 
 
@@ -281,7 +280,7 @@ async def _learn(
 ) -> tuple[list[Sample], dict[str, float]]:
     """Update student and critic. Return (samples, metrics).
 
-    The samples have old log-probs. The metrics are those of the updates.
+    The samples have old log-probs and the advantages of the update. The metrics are those of the updates.
     """
     plan = run.plan
     student_learns = step > (plan.critic.critic_warmup if plan.critic else 0)
@@ -291,6 +290,7 @@ async def _learn(
         if any(sample.is_learned_from for sample in samples):  # otherwise the update is skipped, as in ROLL
             samples, metrics = await workers.learn(plan, samples, step, student_learns=student_learns)
         release(samples)
+    samples = with_total_advantages(samples, plan.teachers, plan.objective)
     return samples, metrics | {LEARNED_TOKENS: float(learned)}
 
 

@@ -15,7 +15,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import TaskSource
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.models.tokenizer_files import has_chat_template
-from roll_opd.objective.audit import audited
+from roll_opd.objective.external_advantages import token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.model_card import example_prompt, model_card
@@ -315,9 +315,7 @@ class RunLogger:
         }
 
     def _samples(self, step: int, experiences: Sequence[Sample]) -> list[dict]:
-        """Return the rows of samples with their audit columns."""
-        audit = audited(experiences, self._plan.advantage_teachers, self._plan.objective)
-        return [self._sample(step, one) for one in audit]
+        return [self._sample(step, one) for one in experiences]
 
     def _sample(self, step: int, experience: Sample) -> dict:
         teachers, objective = self._plan.teachers, self._plan.objective
@@ -333,9 +331,9 @@ class RunLogger:
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
             "teacher_topk_hits": topk_hits(experience) if objective.opd_topk_source == "teacher" else {},
             "values": of_actions(experience, experience.values),
-            "token_level_rewards": as_f32(experience.columns["token_level_rewards"]),
+            "token_level_rewards": as_f32(token_level_rewards(experience, objective)),
             "external_advantages": as_f32(experience.advantages),
-            "advantages": as_f32(experience.columns["total_advantages"]),
+            "advantages": experience.total_advantages,
             "loss_mask": experience.loss_mask,
             "importance_weights": of_actions(experience, experience.importance_weights),
             **experience.metrics,

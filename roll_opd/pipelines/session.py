@@ -24,7 +24,6 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.indexing import encode, render_row
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.models.device_phases import Phase
-from roll_opd.objective.audit import audited
 from roll_opd.objective.mismatch import check_staleness
 from roll_opd.objective.reference_kl import first_kl_coef
 from roll_opd.objective.registry import AlgorithmError
@@ -322,7 +321,6 @@ class SessionCalls:
             self._targets.pop(sample.id, None)
         generated = sum(sample.action_tokens for sample in learned)
         batch = Batch(version, samples=learned, generated_tokens=generated)
-        learned = audited(learned, self.plan.advantage_teachers, self.plan.objective)
         self.run.logger.step(self.step, batch, learned, logged | metrics | sample_metrics(learned, self.plan))
         return metrics
 

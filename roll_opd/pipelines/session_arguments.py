@@ -23,7 +23,7 @@ from roll_opd.data.rows import BadRow, Row, parse_row, with_system_prompt
 from roll_opd.models.model_info import read_model
 from roll_opd.objective.aggregation import MODES
 from roll_opd.objective.algorithms import ALGORITHMS, DIVERGENCE_NAMES, KL_LOSSES, check_combination, loss_facts
-from roll_opd.objective.registry import POLICY_LOSSES, advantage, policy_loss
+from roll_opd.objective.registry import POLICY_LOSSES, advantage, opd_advantage, policy_loss
 from roll_opd.samples.sample import Sample, TargetRef
 
 PURE = "on_policy_distill"  # name of pure distillation as an advantage estimator
@@ -207,6 +207,7 @@ def _check_names(objective: ObjectivePlan, keys: Mapping[str, Any]) -> None:
             " reinforce or another estimator"
         )
     advantage(objective.adv_estimator, objective.advantage_args)
+    opd_advantage(objective.opd_advantage_fn, objective.opd_advantage_fn_args)
     for name, names in NAMES.items():
         if name in keys and keys[name] not in names:
             raise ValueError(f"forward_backward: {name} should be one of {_listed(names)}, got {keys[name]!r}")
@@ -221,7 +222,7 @@ def _check_effects(plan: RunPlan, objective: ObjectivePlan, keys: Mapping[str, A
             f" opd_objective: {kind} in the configuration"
         )
     of_sampled, of_divergence = (
-        {"opd_kl_discount", "opd_chunk_credit"},
+        {"opd_kl_discount", "opd_chunk_credit", "opd_advantage_fn", "opd_advantage_fn_args"},
         keys_of(DistillationKeys).keys() - {"opd_objective"},
     )
     unread = dict.fromkeys(of_divergence if kind == "sampled" else of_sampled, f"opd_objective {kind}")

@@ -13,7 +13,6 @@ from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import (
     AuxiliaryPlan,
-    FilePlan,
     FollowingPlan,
     MegatronPlan,
     RewardPlan,
@@ -26,10 +25,10 @@ from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.tool_calls import HERMES
 from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
+from roll_opd.pipelines.check_teachers import check_teachers
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.pipelines.start_teachers import check_servers, external_scorer
+from roll_opd.teachers.kinds import TeacherStart, scorer_of
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
-from roll_opd.teachers.scorer import TeacherScorer
 from roll_opd.teachers.scoring import Scorers, Teacher
 from roll_opd.teachers.view_of_teacher import view_of
 from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
@@ -68,17 +67,14 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
     def scorer(role: MegatronPlan) -> MegatronScorer:
         return MegatronScorer(role.name, groups[plan.serving(role).name], read_model(Path(role.model.path)).vocab)
 
-    def teacher_scorer(teacher: TeacherPlan) -> TeacherScorer:
-        return scorer(teacher.role) if teacher.role else external_scorer(plan, teacher, answers)
-
-    live = [one for one in plan.teachers if not isinstance(one.source, FilePlan)]  # teacher files need no scorer
-    teachers = tuple(Teacher(one, teacher_scorer(one), view_of(one, plan.student.model)) for one in live)
+    scorers = [(one, scorer_of(TeacherStart(plan, one, scorer, answers))) for one in plan.teachers]
+    teachers = tuple(Teacher(one, made, view_of(one, plan.student.model)) for one, made in scorers if made)
     reference = scorer(plan.reference) if plan.reference else None
     critic = None
     if plan.critic:
         critic = Critic(plan.critic, _group(CriticWorker, plan, plan.critic, placement, turns))
     learners = [role.group for role in (student, critic) if role]
-    checks = check_servers(plan, teachers, placement.starting)
+    checks = check_teachers(plan, teachers, placement.starting)
     await asyncio.gather(*starting, checks, *_setups(plan, placement, *learners, *own.values()))
     followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
     workers = RunWorkers(student, Sampler(ActorGroup([])), Scorers(teachers, reference), critic, followers, turns)

@@ -34,7 +34,9 @@ def uses_user_code(plan: RunPlan) -> bool:
     if not pipeline_module(plan.pipeline).startswith(f"{PACKAGE}."):
         return True
     workflow = plan.workflow
-    names: list[str | None] = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]
+    objective = plan.objective
+    names: list[str | None] = [objective.policy_loss, objective.adv_estimator, objective.opd_advantage_fn]
+    names += [*plan.trackers, *(teacher.source.kind for teacher in plan.teachers)]
     names += [term.worker for reward in plan.rewards for term in reward.terms]
     if workflow:
         names += task_keys(plan).named_code(plan)

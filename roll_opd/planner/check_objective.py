@@ -26,7 +26,7 @@ from roll_opd.objective.algorithms import (
     check_combination,
     loss_facts,
 )
-from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES
+from roll_opd.objective.registry import ADVANTAGES, OPD_ADVANTAGES, POLICY_LOSSES, AlgorithmError
 from roll_opd.planner.objective_plan import (
     NAMES_OF_A_LOSS,
     check_clip_range,
@@ -53,6 +53,8 @@ def check_objective(top: Top, mode: str) -> None:
         top.diag.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
     top.diag.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
     _check_functions(top, mode)
+    if mode != "rl":
+        _check_opd_advantage(top)
     if top.diag.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES) and mode != "rl":
         _check_distillation(top)
     check_correction(top, mode)
@@ -73,6 +75,8 @@ def _unread(top: Top, mode: str) -> Iterator[str]:
             "opd_kl_coef",
             "opd_kl_discount",
             "opd_chunk_credit",
+            "opd_advantage_fn",
+            "opd_advantage_fn_args",
             "opd_use_policy_gradient",
             *keys_of(DistillationKeys),
         )
@@ -202,6 +206,17 @@ def check_steps(top: Top) -> bool:
         instead = "norm_mean_type and norm_std_type are null; write norm_mean_type: group"
         top.diag.note("adv_estimator", f"{name} compares nothing while {instead}")
     return True
+
+
+def _check_opd_advantage(top: Top) -> None:
+    """Refuse an unknown function of opd_advantage_fn. Arguments of a user's function are checked before the start."""
+    name, given = top.opd_advantage_fn, top.opd_advantage_fn_args
+    if name == "reverse_kl":
+        if given:
+            top.diag.error("opd_advantage_fn_args", "reverse_kl takes no arguments; name another function")
+        return
+    with top.diag.catching("opd_advantage_fn", AlgorithmError):
+        OPD_ADVANTAGES.located(name)
 
 
 def _check_functions(top: Top, mode: str) -> None:
@@ -346,6 +361,12 @@ def _check_distillation(top: Top) -> None:
             "opd_use_policy_gradient",
             f"true uses the {objective} divergence as an advantage, which does not depend on the sampled token, so that"
             " the expected gradient is 0; remove this key, or use opd_objective: sampled",
+        )
+    if "opd_advantage_fn" in top.written:
+        top.diag.error(
+            "opd_advantage_fn",
+            f"{top.opd_advantage_fn} computes advantages from the reverse KL, but opd_objective: {objective} has no"
+            " advantage from the teacher; remove this key, or use opd_objective: sampled",
         )
     if top.opd_kl_discount:
         top.diag.error(

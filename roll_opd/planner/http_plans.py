@@ -3,9 +3,10 @@
 from urllib.parse import urlsplit
 
 from roll_opd.base.addresses import address_fault, server_root
-from roll_opd.config.plan import HttpPlan
-from roll_opd.config.schema import HttpKeys, Top, shared
+from roll_opd.base.failures import RunError
+from roll_opd.config.schema import HttpKeys, ScorerKeys, Top
 from roll_opd.planner.role_reader import Role, Roles
+from roll_opd.teachers.kinds import TEACHERS
 
 TINKER_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"  # the default of the package tinker
 SERVER = "http.server"  # key of a teacher's section
@@ -23,14 +24,15 @@ def http_keys(role: Role) -> HttpKeys | None:
     return role.external if isinstance(role.external, HttpKeys) else None
 
 
-def http_plan(role: Role, keys: HttpKeys) -> HttpPlan:
-    """Return the plan of a teacher that is reached over HTTP."""
-    return HttpPlan(
-        **{**shared(HttpKeys, keys), "url": tuple(url.rstrip("/") for url in keys.url)},
-        name=role.path,
-        tokenizer=str(role.info.path) if role.info else None,
-        vocab_size=role.info.vocab if role.info else None,
-    )
+def check_scorers(roles: Roles) -> None:
+    """Check that the classes of teachers with a section `scorer` exist. A run checks their arguments at its start."""
+    for role in roles.teachers.values():
+        if isinstance(keys := role.external, ScorerKeys):
+            if not keys.name or keys.name in TEACHERS.builtin:
+                keys.diag.error("name", f"should be a class of your own, such as {TEACHERS.example}, got {keys.name!r}")
+                continue
+            with keys.diag.catching("name", RunError):
+                TEACHERS.find(keys.name)
 
 
 def check_http_teachers(roles: Roles, top: Top) -> None:

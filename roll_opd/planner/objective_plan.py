@@ -19,7 +19,7 @@ from roll_opd.config.schema import (
 )
 from roll_opd.models.engine_options import ALTERING_OPTIONS, ROUNDING_OPTIONS
 from roll_opd.objective.algorithms import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
-from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES
+from roll_opd.objective.registry import ADVANTAGES, OPD_ADVANTAGES, POLICY_LOSSES
 
 # keys that ROLL does not have and that select a loss
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})
@@ -56,6 +56,9 @@ def objective_plan(
         "pg_clip_high": None if high == top.pg_clip else high,
     }
     keys = shared(ObjectiveKeys, top) | own_clips
+    keys["opd_advantage_fn_args"] = FrozenDict(top.opd_advantage_fn_args)
+    if mode != "rl" and top.opd_advantage_fn != "reverse_kl":
+        keys["opd_advantage_fn"] = OPD_ADVANTAGES.located(top.opd_advantage_fn)  # which the workers can import
     off = {*(keys_of(ReinforcementKeys) if pure else ()), *(() if has_divergence else keys_of(DistillationKeys))}
     plan = ObjectivePlan(
         **{key: value for key, value in keys.items() if key not in off},

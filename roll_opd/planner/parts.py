@@ -1,13 +1,11 @@
 """Build the parts of a plan from checked roles: Megatron and inference roles, optimizer, schedule and sampling."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import (
-    ExternalPlan,
     FollowingPlan,
     MegatronPlan,
     ModelPlan,
@@ -20,10 +18,8 @@ from roll_opd.config.plan import (
 )
 from roll_opd.config.roll_keys import SCHEDULES
 from roll_opd.config.schema import (
-    ExternalKeys,
     FollowKeys,
     GeneratingArgs,
-    HttpKeys,
     OptimizerKeys,
     Run,
     SamplingKeys,
@@ -34,14 +30,9 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.planner.check_values import micro_batch
-from roll_opd.planner.http_plans import http_plan
 from roll_opd.planner.role_reader import Role
 from roll_opd.planner.teacher_context import context_of, prefix_topk
 
-# section with the source of a teacher's log-probs -> function from role and section to the plan of the source
-EXTERNAL: dict[type[ExternalKeys], Callable[[Role, Any], ExternalPlan]] = {
-    HttpKeys: http_plan,
-}
 JUDGE_TOKENS = 1024  # assumed tokens of a judge's instructions, and of a judge's answer without max_new_tokens
 
 
@@ -164,7 +155,8 @@ def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) 
 
 def _teacher_source(role: Role, top: Top, student: Role) -> TeacherSource:
     if role.external:
-        return EXTERNAL[type(role.external)](role, role.external)
+        model, vocab_size = (str(role.info.path), role.info.vocab) if role.info else (None, None)
+        return role.external.planned(role.path, model, vocab_size)
     plan = megatron_plan(role, top, student)
     if isinstance(role.worker, TeacherWorker) and (follow := role.worker.follows_student):
         return FollowingPlan(**vars(plan), **shared(FollowKeys, follow))

@@ -30,7 +30,7 @@ from roll_opd.planner import (
     teacher_context,
 )
 from roll_opd.planner.expand import expand
-from roll_opd.planner.http_plans import check_http_teachers
+from roll_opd.planner.http_plans import check_http_teachers, check_scorers
 from roll_opd.planner.objective_plan import engine_check_plan, objective_plan
 from roll_opd.planner.read import Sections
 from roll_opd.planner.reward_sections import read_rewards
@@ -204,6 +204,7 @@ def read(sections: Sections, roles: Roles) -> RolloutParts | None:
     sizes = check_values.read_sizes(top, roles)
     teacher_context.check_teachers(roles, top, sizes.response or 0)
     check_http_teachers(roles, top)
+    check_scorers(roles)
     if not top.makes_tasks:
         check_objective.check_samples(top, sizes.n, bool(sections.rewards))
     rewards = read_rewards(sections.rewards, roles.mode, 0 if top.makes_tasks else sizes.n)

@@ -57,7 +57,7 @@ class TargetRef:
 
 @dataclass(frozen=True)
 class Sample:
-    """One immutable sequence with its columns. The table `samples.sample_columns.COLUMNS` describes the columns.
+    """One immutable sequence with its columns, which the properties below describe.
 
     All arrays are NumPy arrays on the CPU, so that they can travel through Ray's object store. A stage returns new
     samples. It sets arrays over the response with `with_columns(samples, ...)`, and fields with `changed(sample, ...)`.
@@ -144,6 +144,16 @@ class Sample:
     def importance_weights(self) -> np.ndarray | None:
         """f32 [T-P]. If None, all weights are 1."""
         return self.columns.get("importance_weights")
+
+    @property
+    def total_advantages(self) -> np.ndarray:
+        """f32 [T-P], the advantages of the update, with the part of the teachers; 0 at observed tokens."""
+        return self.columns["total_advantages"]
+
+    @property
+    def reverse_kl(self) -> np.ndarray:
+        """f32 [T-P], Σ opd_kl_coef · reverse_kl of the update, over the teachers; 0 at observed tokens."""
+        return self.columns["reverse_kl"]
 
     @property
     def student_logprobs(self) -> np.ndarray:

@@ -309,11 +309,12 @@ def shard_batch(
 class TrainResult:
     """The result of an update on one rank.
 
-    It has sums over the rank's tokens, and the log-probs of the rank's forward pass.
+    It has sums over the rank's tokens, and columns of the rank's samples.
     """
 
     sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `update` in trainer and critic
-    logprobs: dict[int, np.ndarray]  # sample number -> log-probs before the update, f32 [T-P]
+    # sample number -> f32 [T-P] each: the log-probs before the update, and the advantages that the loss used
+    columns: dict[int, dict[str, np.ndarray]]
     grad_norm: float
     learning_rate: float
     applied: bool  # False: a loss or gradient was not finite, so the weights are unchanged

@@ -13,7 +13,13 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.teacher_scores import TeacherScores, narrowed
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import logprobs_column
+from roll_opd.teachers.kinds import TeacherStart, register_teacher
 from roll_opd.workers.target_refs import hold
+
+
+@register_teacher("files")
+def no_scorer(_: TeacherStart) -> None:
+    """Return None: the scores are in the rows."""
 
 
 def scored_samples(rows: Sequence[Prompt], teacher: str) -> list[Sample]:

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -25,13 +26,15 @@ import numpy as np
 from roll_opd.base.addresses import below, server_root
 from roll_opd.base.excerpt import excerpt
 from roll_opd.base.failures import RunError
-from roll_opd.config.plan import HttpPlan
+from roll_opd.config.plan import HttpPlan, RunPlan, TeacherPlan
+from roll_opd.models.model_info import read_model
 from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
 from roll_opd.rewards.interface import RewardError
 from roll_opd.samples.sample import TargetRef
 from roll_opd.teachers.answer_cache import FINGERPRINT, AnswerCache, request_key
 from roll_opd.teachers.fingerprint import Fingerprint
 from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply
+from roll_opd.teachers.kinds import TeacherStart, register_teacher
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.tinker_endpoint import TinkerEndpoint
 from roll_opd.workers.target_refs import hold, opened
@@ -79,6 +82,16 @@ class Bill:
         }
 
 
+@register_teacher("http")
+def http_scorer(start: TeacherStart) -> "HttpScorer":
+    """Return the scorer of a teacher that is reached over HTTP. Raises RunError if the API key is missing."""
+    source = start.teacher.source
+    assert isinstance(source, HttpPlan)
+    vocabulary = source.vocab_size or read_model(start.model).vocab
+    cache = AnswerCache(start.answers / f"{start.name}.sqlite") if start.answers else None
+    return HttpScorer(start.name, source, vocabulary, cache)
+
+
 class HttpScorer:
     """A `TeacherScorer` for one server, or for several servers of the same model."""
 
@@ -109,6 +122,22 @@ class HttpScorer:
         self._answered = self._checked = time.monotonic()
         self._fingerprint: Fingerprint | None = None
         self._fresh: dict[bytes, dict[str, np.ndarray]] = {}  # answers since the last check of the model
+
+    async def check(self, plan: RunPlan, teacher: TeacherPlan) -> None:
+        """Check the servers at the start of a run. Raises RunError for the first problem."""
+        from roll_opd.teachers.http_checks import check_server  # which imports this module
+
+        assert plan.rollout is not None
+        objective, context = plan.objective, teacher.context
+        target: Target | None = None
+        if objective.opd_objective == "topk":
+            target = "ids" if objective.opd_topk_source == "student" else "topk"
+        topk = objective.opd_topk
+        if teacher.prefix_topk:
+            target, topk = "topk", teacher.prefix_topk
+        new = plan.rollout.sampling.max_new_tokens
+        longest = max(plan.rollout.max_model_len, context.prompt_length + new if context else 0)
+        await check_server(self, Path(self.plan.tokenizer or plan.student.model.path), target, topk, longest)
 
     @property
     def last_failure(self) -> str:

@@ -8,7 +8,16 @@ from typing import Any
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import FollowingPlan
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.scorer import EVERY_TARGET, LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.teachers.kinds import TeacherStart, register_teacher
+from roll_opd.teachers.scorer import (
+    EVERY_TARGET,
+    LOGPROBS,
+    Target,
+    TeacherAnswer,
+    TeacherScorer,
+    TokenSequence,
+    Wanted,
+)
 from roll_opd.workers.group import FrozenGroup, Reference, WorkerGroup, gathered, gathered_and_held
 from roll_opd.workers.worker_progress import Writing
 
@@ -70,6 +79,13 @@ class MegatronScorer:
                 f"token {largest} has no log-prob under {self.name}, whose log-probs are normalised over the {scored}"
                 " token ids of the student; use a teacher with the same vocabulary"
             )
+
+
+@register_teacher("megatron")
+def megatron_scorer(start: TeacherStart) -> TeacherScorer:
+    """Return the scorer of the teacher's Megatron role."""
+    assert start.teacher.role
+    return start.megatron(start.teacher.role)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,9 @@ class Student(Learner):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Make all optimizer updates of one training step.
 
-        Returns (samples, metrics): the samples with `old_logprobs`, and the metrics `actor/*` and `rollout/engine/*`.
-        If a sample had no `old_logprobs`, they are the log-probs that were computed during the update.
+        Returns (samples, metrics): the samples with `old_logprobs` and with the columns of `objective.loss.opd_loss`,
+        and the metrics `actor/*` and `rollout/engine/*`. If a sample had no `old_logprobs`, they are the log-probs that
+        were computed during the update.
         """
         learned = list(experiences)
         updates: list[Update] = []
@@ -90,9 +91,9 @@ class Student(Learner):
                 if objective.engine_check and not updates:  # later updates have other weights than the samples
                     read = marked(batch, step - 1, objective.engine_check)
                 shards = self._shards(read, teachers, objective)
-                update, logprobs = await self._update("update", shards, objective, temperature, step)
+                update, columns = await self._update("update", shards, objective, temperature, step)
                 updates.append(update)
-                learned[start : start + size] = _with_old_logprobs(batch, logprobs)
+                learned[start : start + size] = _with_results(batch, columns)
                 self._check_applied(update, learned[start : start + size])
         return learned, _loss_metrics(updates) | optimizer_metrics(updates) | _engine_metrics(updates[0])
 
@@ -111,8 +112,8 @@ class Student(Learner):
         check_staleness(samples, step - 1, 0, objective.max_age)
         read = marked(samples, step - 1, objective.engine_check) if objective.engine_check else samples
         shards = self._shards(read, teachers, objective)
-        update, logprobs = await self._update("forward_backward", shards, objective, temperature, step)
-        return _with_old_logprobs(samples, logprobs), _loss_metrics([update]) | _engine_metrics(update)
+        update, columns = await self._update("forward_backward", shards, objective, temperature, step)
+        return _with_results(samples, columns), _loss_metrics([update]) | _engine_metrics(update)
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
         """Make one optimizer update from the accumulated gradients, and return the optimizer's metrics.
@@ -153,18 +154,14 @@ def _held(sample: Sample) -> dict[str, TargetRef]:
     return {name: target.for_ranks() for name, target in sample.teacher_targets.items()}
 
 
-def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndarray]) -> list[Sample]:
-    """Return the samples with `old_logprobs`. Samples that already have `old_logprobs` keep them.
+def _with_results(samples: Sequence[Sample], columns: Mapping[int, Mapping[str, np.ndarray]]) -> list[Sample]:
+    """Return the samples with the columns of an update. Samples that already have `old_logprobs` keep them.
 
     Args:
-        logprobs: map from the index of a sample to its new log-probs.
+        columns: map from the index of a sample to its new columns.
     """
-    return [
-        sample.with_columns(old_logprobs=logprobs[number])
-        if sample.old_logprobs is None and number in logprobs
-        else sample
-        for number, sample in enumerate(samples)
-    ]
+    kept = [{} if s.old_logprobs is None else {"old_logprobs": s.old_logprobs} for s in samples]
+    return [sample.with_columns(**{**columns.get(number, {}), **kept[number]}) for number, sample in enumerate(samples)]
 
 
 def _engine_metrics(update: Update) -> dict[str, float]:
@@ -231,7 +228,8 @@ class TrainWorker(TrainableRank, BucketWriter):
     def update(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Make one optimizer update from a mini-batch; see `MegatronTrainer.update`.
 
-        The result contains log-probs only for demonstrations and for samples that have no old log-probs.
+        The result contains log-probs only for demonstrations and for samples that have no old log-probs, and the
+        advantages of all samples.
         """
         return self._with_gradient(self._engine.update, shard, objective, temperature, step)
 
@@ -239,15 +237,20 @@ class TrainWorker(TrainableRank, BucketWriter):
     def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`.
 
-        As in `update`, the result contains log-probs only for some samples.
+        The result is that of `update`.
         """
         return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
 
     def _with_gradient(self, method: Callable[..., Any], shard: DPShard, *args: Any) -> Compact:
         samples = with_targets(shard.samples, self._opened(shard)) if shard.held else shard.samples
         result = method(samples, *args, assigned=shard.micro_batches)
-        new_logprobs = {number: values for number, values in result.logprobs.items() if _lacks_old(samples[number])}
-        return Compact(replace(result, logprobs=new_logprobs))
+        columns = {
+            number: {
+                name: array for name, array in found.items() if name != "old_logprobs" or _lacks_old(samples[number])
+            }
+            for number, found in result.columns.items()
+        }
+        return Compact(replace(result, columns=columns))
 
     @needs(LEARNING)
     def optim_step(self, learning_rate: float | None) -> Any:

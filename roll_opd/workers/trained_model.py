@@ -66,14 +66,14 @@ class Learner:
 
     async def _update(
         self, method: str, sharded: ShardedBatch, *args: Any
-    ) -> tuple[list[TrainResult], dict[int, np.ndarray]]:
+    ) -> tuple[list[TrainResult], dict[int, dict[str, np.ndarray]]]:
         """Make one optimizer update from a mini-batch.
 
-        Return (results, log-probs): the result of each rank, and the log-probs of each sample by its number.
+        Return (results, columns): the result of each rank, and the new columns of each sample by its number.
         """
         results: list[tuple[int, TrainResult]] = await self.group.scatter(method, sharded, *args)
         self.updates.one()
-        return [result for _, result in results], sharded.merged((rank, result.logprobs) for rank, result in results)
+        return [result for _, result in results], sharded.merged((rank, result.columns) for rank, result in results)
 
     def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
         """Count the consecutive skipped updates; raise SkippedUpdates after `SKIPS_ALLOWED` of them.

@@ -104,7 +104,7 @@ def test_advantage_minus_discounted_reverse_kl_times_ratio(
     )
     head, batch, naive_ME, dense_MV = packed(samples, objective, cap)
     settings: dict[str, Any] = {"objective": objective, "arguments": {}, "step": 1}
-    loss, _ = opd_loss(head.logprobs(), batch.columns, batch.lengths, **settings)
+    loss, *_ = opd_loss(head.logprobs(), batch.columns, batch.lengths, **settings)
 
     tokens = sum(int(sample.action_mask.sum()) for sample in samples)
     wanted = torch.zeros((), dtype=torch.float64)

@@ -77,8 +77,8 @@ WRONG_FORMULAS = (
     ),
     WrongFormula(
         "advantage plus the reverse KL",
-        'columns["advantages"] - to_go_M',
-        'columns["advantages"] + to_go_M',
+        "tokens.external_M - to_go_M",
+        "tokens.external_M + to_go_M",
         (WHOLE_LOSS,),
     ),
     WrongFormula(

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.objective.audit import audited
 from roll_opd.objective.chunk_credit import ChunkCredit
-from roll_opd.objective.columns import loss_columns
+from roll_opd.objective.columns import loss_columns, with_total_advantages
 from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES
 from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import chunks_column, logprobs_column
 from roll_opd.tracking.alignment_metrics import alignment_metrics
-from roll_opd.tracking.metrics import opd_metrics
+from roll_opd.tracking.opd_metrics import opd_metrics
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEACHERS = [TeacherPlan("plain", WORKER, 0.7), TeacherPlan("bytes", WORKER, 1.5), TeacherPlan("words", WORKER, 0.4)]
@@ -65,7 +64,7 @@ def advantages(samples: Sequence[Sample], objective: ObjectivePlan) -> np.ndarra
     logprobs_M = columns["old_logprobs"].clone().requires_grad_()
     lengths = [sample.response_length for sample in samples]
     arguments = POLICY_LOSSES.defaults(objective.policy_loss)
-    loss, _ = opd_loss(logprobs_M, columns, lengths, objective=objective, arguments=arguments, step=1)
+    loss, *_ = opd_loss(logprobs_M, columns, lengths, objective=objective, arguments=arguments, step=1)
     loss.backward()
     assert logprobs_M.grad is not None
     return (-logprobs_M.grad / columns["weight"]).numpy()
@@ -94,12 +93,12 @@ def of_loops(sample: Sample, rule: str) -> list[float]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_loss_and_audit_credit_chunks_as_loops_do(rule: ChunkCredit) -> None:
+def test_the_loss_credits_chunks_as_loops_do(rule: ChunkCredit) -> None:
     samples, objective = made(by_token=rule == "prefix"), ObjectivePlan(opd_chunk_credit=rule)
     wanted = np.concatenate([of_loops(sample, rule) for sample in samples])
     assert advantages(samples, objective) == pytest.approx(wanted, abs=2e-6)
-    audit = audited(samples, TEACHERS, objective)
-    assert np.concatenate([s.columns["total_advantages"] for s in audit]) == pytest.approx(wanted, abs=1e-6)
+    valued = with_total_advantages(samples, TEACHERS, objective)
+    assert np.concatenate([s.total_advantages for s in valued]) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_credit_does_not_depend_on_the_pack() -> None:
@@ -125,7 +124,7 @@ def test_the_same_cut_gives_the_advantages_of_the_same_tokenizer_to_the_bit(rule
         objective = ObjectivePlan(opd_chunk_credit=rule, opd_kl_discount=discount)
         plainly = ObjectivePlan(opd_kl_discount=discount)
         assert advantages([aligned], objective).tobytes() == advantages([sample], plainly).tobytes()
-        one, other = (audited([s], TEACHERS, objective)[0].columns["total_advantages"] for s in (aligned, sample))
+        one, other = (with_total_advantages([s], TEACHERS, objective)[0].total_advantages for s in (aligned, sample))
         assert one.tobytes() == other.tobytes()
 
 

@@ -1,5 +1,6 @@
 """Demonstrations among the student's samples: equally many in every update, and excluded from the metrics."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +8,9 @@ import pytest
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.objective.audit import audited
-from roll_opd.objective.columns import loss_columns
+from roll_opd.objective.columns import loss_columns, with_total_advantages
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
-from roll_opd.objective.external_advantages import external_advantages
+from roll_opd.objective.external_advantages import external_advantages, token_level_rewards
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
@@ -77,11 +77,15 @@ def test_they_carry_no_advantage_and_no_reward() -> None:
     learned = row.with_columns(old_logprobs=np.full(3, -0.5, np.float32))  # as after the update
     together = mixed(own, [learned, learned], 2)
     assert [e.demonstration for e in together] == [False, False, True] * 2
-    for name in ("token_level_rewards", "total_advantages"):
+    read: dict[str, Callable[[Sample], np.ndarray]] = {
+        "total_advantages": lambda sample: sample.total_advantages,
+        "token_level_rewards": lambda sample: token_level_rewards(sample, objective),
+    }
+    for name in read:
 
         def found(samples: list[Sample], name: str = name) -> list[np.ndarray]:
-            audit = audited(samples, [TEACHER], replace(objective, opd_kl_discount=0.5))
-            return [sample.columns[name] for sample in audit]
+            valued = with_total_advantages(samples, [TEACHER], replace(objective, opd_kl_discount=0.5))
+            return [read[name](sample) for sample in valued]
 
         values = found(together)
         assert not values[2].any() and not values[5].any()

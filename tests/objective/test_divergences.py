@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from roll_opd.objective.divergences import DIVERGENCES, ENTROPY, divergence, topk_divergence
-from roll_opd.objective.loss import opd_penalty
 from roll_opd.objective.losses.batch import LossBatch
 from roll_opd.objective.losses.ratio import importance_sampling
+from roll_opd.objective.reverse_kl import weighted_reverse_kl
 
 CASES = [
     ("reverse_kl", {}),
@@ -207,7 +207,7 @@ def test_expected_gradient_of_sampled_tokens_is_that_of_the_whole() -> None:
     logits_SK = student.expand(samples, -1).clone().requires_grad_()
     logprobs_S = logits_SK.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     old_S = logprobs_S.detach()
-    penalty_S = opd_penalty(old_S, torch.ones(samples), teacher[tokens])
+    penalty_S = weighted_reverse_kl(old_S, torch.ones(samples), teacher[tokens])
     everywhere_S = torch.ones(samples, dtype=torch.bool)
     batch = LossBatch(logprobs_S, old_S, -penalty_S, everywhere_S, lengths=(samples,))
     importance_sampling(batch).sum().backward()

@@ -14,10 +14,10 @@ from roll_opd.config.plan import (
     ObjectivePlan,
     TeacherPlan,
 )
-from roll_opd.objective.audit import audited
-from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.loss import STALE_LIMIT, opd_loss
+from roll_opd.objective.columns import loss_columns, with_total_advantages
+from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.mismatch import check_staleness, corrected
+from roll_opd.objective.reverse_kl import STALE_LIMIT
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
@@ -46,7 +46,7 @@ def gradient(samples: list[Sample], objective: ObjectivePlan, logprobs: list[np.
     columns = {name: torch.from_numpy(np.concatenate([s.columns[name] for s in made])) for name in made[0].columns}
     logprobs_M = torch.from_numpy(np.concatenate(logprobs)).requires_grad_()
     lengths = [sample.response_length for sample in samples]
-    loss, _ = opd_loss(logprobs_M, columns, lengths, objective=objective, arguments={}, step=1)
+    loss, *_ = opd_loss(logprobs_M, columns, lengths, objective=objective, arguments={}, step=1)
     loss.backward()
     return logprobs_M.grad
 
@@ -95,7 +95,7 @@ def test_tokens_of_older_weights_have_the_gradient_of_the_current_kl() -> None:
     }
     found = {}
     for name, more in {"weighted": {"sampling_logprobs": sampling}, "not": {}}.items():
-        loss, _ = opd_loss(now, columns | more, [7], objective=PURE, arguments={}, step=1)
+        loss, *_ = opd_loss(now, columns | more, [7], objective=PURE, arguments={}, step=1)
         (found[name],) = torch.autograd.grad(loss, logits, retain_graph=True)
     torch.testing.assert_close(found["weighted"], wanted)
     assert (found["not"] - wanted).abs().max() > 0.05
@@ -110,12 +110,12 @@ def test_a_sample_without_sampled_tokens_changes_no_gradient() -> None:
     assert torch.equal(found[:-3], gradient(samples, PURE, now[:-1])) and not found[-3:].any()
 
 
-def test_the_audit_shows_the_advantages_of_the_update() -> None:
+def test_advantages_without_an_update_are_those_of_the_update() -> None:
     made = stale(5, rewarded=False)
     samples = [sample.with_columns(old_logprobs=now) for sample, now in zip(made, now_of(made), strict=True)]
     found = gradient(samples, PURE, [sample.old_logprobs for sample in samples])
     counted = sum(int(sample.action_mask.sum()) for sample in samples)
-    shown = np.concatenate([s.columns["total_advantages"] for s in audited(samples, [TEACHER], PURE)])
+    shown = np.concatenate([s.total_advantages for s in with_total_advantages(samples, [TEACHER], PURE)])
     np.testing.assert_allclose(found.numpy(), -shown / counted, atol=1e-6)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def scorer_of_the_page() -> Any:
     )
     names: dict[str, Any] = {}
     exec(compile(code, "docs/extending.md", "exec"), names)
-    return names["HuggingFaceScorer"]
+    return names["HuggingFace"]
 
 
 def test_another_scorer_teaches_what_the_megatron_teacher_teaches(
@@ -38,7 +39,7 @@ def test_another_scorer_teaches_what_the_megatron_teacher_teaches(
     started, scorer_class, scorers = stage._teacher, scorer_of_the_page(), []
 
     def elsewhere(plan: TeacherPlan) -> Teacher:
-        scorers.append(scorer_class("elsewhere", plan.source.location))
+        scorers.append(scorer_class(SimpleNamespace(name="elsewhere", model=plan.source.location)))
         return replace(started(plan), scorer=scorers[-1])
 
     monkeypatch.setattr(stage, "_teacher", elsewhere)

@@ -308,7 +308,7 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
         "_preflight": lambda *_: SimpleNamespace(check=without_check),
         "first_kl_coef": lambda *_: 0.0,
         "with_advantages": lambda samples, plan, coef, *, rewarded: (samples, coef),
-        "audited": lambda samples, *_: samples,
+        "with_total_advantages": lambda samples, *_: samples,
         "sample_metrics": lambda *_: {},
         "chunk_samples": lambda _: 4,
         "reads_beside_generation": lambda *_: case.scores_beside,

@@ -7,13 +7,13 @@ import pytest
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
-from roll_opd.objective.audit import advantage_metrics, audited
-from roll_opd.objective.columns import loss_columns, value_columns
+from roll_opd.objective.columns import loss_columns, value_columns, with_total_advantages
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.mismatch import corrected
 from roll_opd.objective.registry import ADVANTAGES
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
+from roll_opd.tracking.opd_metrics import advantage_metrics
 
 REWARDS = {"g0": (3.0, 0.0, 5.0, 1.0), "g1": (7.0, 2.0, 2.0, 4.0), "g2": (9.0,)}
 FAILED = {"g0": {1}, "g1": {0, 1, 3}, "g2": set()}  # of g1 one sample is left
@@ -89,7 +89,9 @@ def test_it_counts_in_no_metric() -> None:
     )
     found = external_advantages(samples(), objective)
     counted = [sample for sample in found if not sample.excluded]
-    of_all, of_counted = (advantage_metrics(audited(each, (), objective), objective) for each in (found, counted))
+    of_all, of_counted = (
+        advantage_metrics(with_total_advantages(each, (), objective), objective) for each in (found, counted)
+    )
     assert of_all == of_counted != {}
 
 

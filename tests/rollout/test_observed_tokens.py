@@ -28,8 +28,7 @@ from roll_opd.config.plan import (
     TokenFilterPlan,
 )
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.objective.audit import advantage_metrics, audited
-from roll_opd.objective.columns import loss_columns
+from roll_opd.objective.columns import loss_columns, with_total_advantages
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
@@ -44,7 +43,8 @@ from roll_opd.samples.sharding import Packing, ShardedBatch
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.tracking.console import Console, progress_line
-from roll_opd.tracking.metrics import opd_metrics, validation_metrics
+from roll_opd.tracking.metrics import validation_metrics
+from roll_opd.tracking.opd_metrics import advantage_metrics, opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl
 from roll_opd.tracking.summary import write_summary
@@ -136,7 +136,9 @@ def worked_on(
     if objective.correction:
         experiences = corrected(experiences, teachers, objective)
     metrics = train_infer_metrics(experiences) | opd_metrics(experiences) | reward_metrics(experiences)
-    metrics |= mask_metrics(experiences) | advantage_metrics(audited(experiences, teachers, objective), objective)
+    metrics |= mask_metrics(experiences) | advantage_metrics(
+        with_total_advantages(experiences, teachers, objective), objective
+    )
     return experiences, metrics | {"kl_coef": kl_coef}
 
 

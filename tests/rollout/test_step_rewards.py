@@ -9,7 +9,7 @@ import pytest
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.objective.audit import audited
+from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
@@ -230,8 +230,8 @@ def test_teachers_are_added_to_it(name: str) -> None:
     worker = MegatronPlan("big", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
     alone = found([made], name)
     plan = ObjectivePlan(adv_estimator=name)
-    for e in audited(external_advantages(made, plan), [TeacherPlan("big", worker, 0.5)], plan):
-        total = e.columns["total_advantages"]
+    for e in with_total_advantages(external_advantages(made, plan), [TeacherPlan("big", worker, 0.5)], plan):
+        total = e.total_advantages
         kl = e.rollout_logprobs.astype(np.float64) - e.teacher_logprobs["big"]
         assert total == pytest.approx(alone[e.id] - 0.5 * kl)
 

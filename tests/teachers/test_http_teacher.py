@@ -17,7 +17,7 @@ import teacher_server
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import HttpPlan
-from roll_opd.pipelines.start_teachers import check_servers
+from roll_opd.pipelines.check_teachers import check_teachers
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards import endpoint
 from roll_opd.teachers import http_checks, http_teacher
@@ -327,10 +327,10 @@ def test_the_start_checks_the_top_k_that_log_probs_of_single_tokens_need(url: st
     overrides = ["~teacher", section, model, "teacher_tokenizer_check=align", f"++opd_chunk_credit={rule}"]
     plan = load_plan("demo", "onpolicy_distill", overrides, pure=True, runnable=False)
     teacher = Teacher(plan.teachers[0], scorer(url), SameTokens("teacher"))
-    asyncio.run(check_servers(plan, [teacher], StartupProgress(say=lambda line: None)))
+    asyncio.run(check_teachers(plan, [teacher], StartupProgress(say=lambda line: None)))
     requested = {one["body"]["prompt_logprobs"] for one in asked(url, "/seen")}
     assert requested == {0, topk or 0}
     if topk:
         asked(url, "/script", {"faults": ["", "", "400"]})
         with pytest.raises(RunError, match="400"):
-            asyncio.run(check_servers(plan, [teacher], StartupProgress(say=lambda line: None)))
+            asyncio.run(check_teachers(plan, [teacher], StartupProgress(say=lambda line: None)))

@@ -24,7 +24,7 @@ from roll_opd.tracking.divergence_alarm import (
     DivergenceAlarm,
     Remedies,
 )
-from roll_opd.tracking.metrics import opd_metrics
+from roll_opd.tracking.opd_metrics import opd_metrics
 from roll_opd.tracking.summary import ACCURACY
 
 FIRST = {ENTROPY: 1.0, AGREEMENT: 0.6, LENGTH: 20.0, REWARD: 0.3}

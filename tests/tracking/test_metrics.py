@@ -8,7 +8,8 @@ import pytest
 
 from roll_opd.samples.sample import Sample, present
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
-from roll_opd.tracking.metrics import LOG_RATIO_LIMIT, Metrics, mean_stderr, opd_metrics
+from roll_opd.tracking.metrics import mean_stderr
+from roll_opd.tracking.opd_metrics import LOG_RATIO_LIMIT, opd_metrics
 
 
 def experience(rng: np.random.Generator, number: int, teachers: tuple[str, ...], tag: str) -> Sample:
@@ -152,24 +153,6 @@ def test_logprobs_of_another_length_are_named(batch: list[Sample]) -> None:
     wrong = batch[0].with_columns(**teacher_columns({"a": batch[0].old_logprobs[:-1]}))
     with pytest.raises(ValueError, match=r"sample e0: .*teacher 'a'"):
         opd_metrics([wrong])
-
-
-def test_the_collector_reduces_each_name_its_own_way() -> None:
-    metrics = Metrics()
-    metrics.add("mean", [1.0, 2.0])
-    metrics.add("mean", 6.0)
-    metrics.add("tokens@sum", [1, 2])
-    metrics.add("worst", np.array([[3.0, 5.0]]), reduction="max")
-    metrics.add("lr@last", [1.0, 0.5])
-    metrics.add("median@p50", [1.0, 2.0, 9.0])
-    metrics.add("nothing", [])
-    metrics.update({"tokens@sum": 4.0})
-    expected = {"mean": 3.0, "tokens": 7.0, "worst": 5.0, "lr": 0.5, "median": 2.0}
-    assert metrics.reduce() == expected
-    with pytest.raises(ValueError, match="tokens is already reduced by 'sum'"):
-        metrics.add("tokens", 1.0)
-    with pytest.raises(ValueError, match="'avg' is not one of"):
-        metrics.add("x@avg", 1.0)
 
 
 def test_the_standard_error_of_a_mean_is_over_prompts() -> None:

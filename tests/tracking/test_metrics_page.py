@@ -13,12 +13,13 @@ from tracking_assets import experience
 
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.extras.games.workflows.environment_workflow import EnvironmentWorkflow, ModelTurn, Trajectory
-from roll_opd.objective.audit import advantage_metrics, audited
+from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.mismatch import train_infer_metrics
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.clock import PhaseClock, time_metrics
-from roll_opd.tracking.metrics import log_ratio_metrics, opd_metrics, validation_metrics
+from roll_opd.tracking.metrics import validation_metrics
+from roll_opd.tracking.opd_metrics import advantage_metrics, log_ratio_metrics, opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
 from roll_opd.workers.critic import value_metrics
 from roll_opd.workflows import Experience
@@ -57,7 +58,7 @@ def emitted() -> set[str]:
     """The names of real rows: all there is to measure, and as little as possible."""
     batch = [experience(number) for number in range(8)]
     bare = [changed(item, columns=unscored(item), reward=None) for item in batch]
-    advantages = advantage_metrics(audited(bare, [], ObjectivePlan()), ObjectivePlan())
+    advantages = advantage_metrics(with_total_advantages(bare, [], ObjectivePlan()), ObjectivePlan())
     valued = [item.with_columns(values=item.old_logprobs, returns=item.old_logprobs * 2.0) for item in batch]
     rows = [
         value_metrics(valued),

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from roll_opd.objective.corrections import Mismatch, importance_weights
 from roll_opd.objective.divergences import FORWARD_KL, REVERSE_KL
-from roll_opd.objective.loss import stale_weights
 from roll_opd.objective.losses.batch import LossBatch
 from roll_opd.objective.losses.ratio import importance_sampling
+from roll_opd.objective.reverse_kl import stale_weights
 
 QUESTIONS = 16  # of a step, with `ANSWERS` answers each
 AGE = 8  # updates between a sample and its use
@@ -57,9 +57,9 @@ def recomputed(engine: Loop, old: Old) -> Tensor:
 def weighted(engine: Loop, old: Old) -> Tensor:
     """Return the policy loss of `recomputed` with importance weights of the current weights, as in `opd_loss`."""
     student_BA = engine.logprobs(engine.student)
-    columns = {"sampling_logprobs": old.logprobs_BA, "mask": torch.ones_like(student_BA, dtype=torch.bool)}
     now_BA = student_BA.detach()
-    return policy_loss(student_BA, (_teacher(engine) - now_BA) * stale_weights(now_BA, columns))
+    weights_BA = stale_weights(now_BA, old.logprobs_BA, torch.ones_like(now_BA, dtype=torch.bool))
+    return policy_loss(student_BA, (_teacher(engine) - now_BA) * weights_BA)
 
 
 def forward(engine: Loop, old: Old) -> Tensor:

@@ -90,6 +90,7 @@ from roll_opd.config.schema.worker_keys import (
     RouterReplay,
     SamplingKeys,
     SchedulerArgs,
+    ScorerKeys,
     SequencePackingArgs,
     StrategyArgs,
     TeacherWorker,

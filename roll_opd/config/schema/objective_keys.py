@@ -1,7 +1,7 @@
 """Keys of the objective: rewards, distillation, sample masks, corrections, the critic."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -142,6 +142,13 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
         " tokens (see objective.chunk_credit)",
         OURS,
     )
+    opd_advantage_fn: str = key(
+        "reverse_kl",
+        "function that subtracts the teachers' reverse KL from the advantages: reverse_kl, a registered name, or a"
+        " dotted path",
+        OURS,
+    )
+    opd_advantage_fn_args: dict[str, Any] = key({}, "arguments of opd_advantage_fn", OURS)
     ppo_epochs: Positive = key(1, "number of passes over a step's samples")
 
 

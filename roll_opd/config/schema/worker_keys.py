@@ -1,10 +1,11 @@
 """Keys of a role: its model, optimizer, rows, sampling, engine and devices."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.config import roll_keys as roll
 from roll_opd.config.schema.key_types import (
     AboveZero,
@@ -24,7 +25,10 @@ from roll_opd.config.schema.key_types import (
     Temperature,
     Texts,
 )
-from roll_opd.config.schema.section import OURS, Section, key, keys_of
+from roll_opd.config.schema.section import OURS, Section, key, keys_of, shared
+
+if TYPE_CHECKING:
+    from roll_opd.config.role_plans import ExternalPlan
 
 PURE_ROLES = ("student_train", "student_infer")  # names of the student's training and sampling roles
 MIXED_ROLES = ("actor_train", "actor_infer")  # names of these roles in mixed mode
@@ -301,6 +305,16 @@ class ExternalKeys(Section):
 
     needs_model: ClassVar[bool] = False  # whether the source reads the weights in model_args.model_name_or_path
 
+    def planned(self, name: str, model: str | None, vocab_size: int | None) -> "ExternalPlan":
+        """Return the plan of the source.
+
+        Args:
+            name: dotted key of the teacher's section.
+            model: the directory of model_args.model_name_or_path.
+            vocab_size: number of token ids in that directory's config.json.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `planned`; write it")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpKeys(ExternalKeys):
@@ -334,6 +348,27 @@ class HttpKeys(ExternalKeys):
         OURS,
     )
 
+    def planned(self, name: str, model: str | None, vocab_size: int | None) -> "ExternalPlan":
+        """See `ExternalKeys.planned`."""
+        from roll_opd.config.role_plans import HttpPlan  # which imports this module
+
+        keys = {**shared(HttpKeys, self), "url": tuple(url.rstrip("/") for url in self.url)}
+        return HttpPlan(**keys, name=name, tokenizer=model, vocab_size=vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerKeys(ExternalKeys):
+    """`scorer`: a teacher whose log-probs a class of the user computes in the driver's process."""
+
+    name: Name = key("", "class that computes the log-probs: a registered name, or a dotted path", OURS)
+    args: dict[str, Any] = key({}, "arguments of the class", OURS)
+
+    def planned(self, name: str, model: str | None, vocab_size: int | None) -> "ExternalPlan":
+        """See `ExternalKeys.planned`."""
+        from roll_opd.config.role_plans import ScorerPlan
+
+        return ScorerPlan(name, self.name, FrozenDict(self.args), model)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherWorker(Worker, ContextKeys):
@@ -349,6 +384,13 @@ class TeacherWorker(Worker, ContextKeys):
         None,
         "server from which the teacher's log-probs are requested. With http, model_args.model_name_or_path is"
         " only the directory of the teacher's tokenizer, without weights; if it is not set, the teacher has the"
+        " student's tokenizer",
+        OURS,
+    )
+    scorer: ScorerKeys | None = key(
+        None,
+        "class of your own that computes the teacher's log-probs. With scorer, model_args.model_name_or_path is the"
+        " directory of the teacher's tokenizer, and of whatever the class reads; if it is not set, the teacher has the"
         " student's tokenizer",
         OURS,
     )

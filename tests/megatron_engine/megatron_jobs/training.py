@@ -93,7 +93,10 @@ def train(job: Job, root: Path) -> None:
         result = updated(trainer, samples, data.OBJECTIVES[objective], data.TEMPERATURE)
         records.append(record(result))
         if step == 0:
-            write_arrays(root / f"{job['name']}-first.npz", result.logprobs)
+            write_arrays(
+                root / f"{job['name']}-first.npz",
+                {number: found["old_logprobs"] for number, found in result.columns.items()},
+            )
         if step + 1 == job["save_after"]:
             save(trainer, root / f"{job['name']}.ckpt")
     saved()
