@@ -177,19 +177,19 @@ class RunLogger:
         if lap["validate"]:
             self._startup["time/validate"] = lap["validate"]
 
-    def step(self, step: int, batch: Batch, experiences: Sequence[Sample], metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, batch: Batch, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
         """Log a finished step with its batch."""
         row = {
             **metrics,
             EPOCH: batch.epochs,
             "rollout/generated_tokens": float(batch.generated_tokens),
             "rollout/filtered_prompts": float(len(batch.filtered)),
-            STEP_TOKENS: float(sum(len(experience.tokens) for experience in experiences)),
-            **self._flops.of_step(experiences),
+            STEP_TOKENS: float(sum(len(sample.tokens) for sample in samples)),
+            **self._flops.of_step(samples),
         }
         for text in self._alarm.after(metrics) if self._alarm else ():
             warn(text)
-        shown = experiences[:: max(1, len(experiences) // max(1, self._plan.logged_samples_per_step))]
+        shown = samples[:: max(1, len(samples) // max(1, self._plan.logged_samples_per_step))]
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.logged_samples_per_step]))
         if batch.draws or batch.failed_draws:
             self._ledger.append(step, batch.draws, batch.filtered_draws, batch.sampled_by, batch.failed_draws)
@@ -314,29 +314,29 @@ class RunLogger:
             "ref_logprobs": sample.ref_logprobs,
         }
 
-    def _samples(self, step: int, experiences: Sequence[Sample]) -> list[dict]:
-        return [self._sample(step, one) for one in experiences]
+    def _samples(self, step: int, samples: Sequence[Sample]) -> list[dict]:
+        return [self._sample(step, one) for one in samples]
 
-    def _sample(self, step: int, experience: Sample) -> dict:
+    def _sample(self, step: int, sample: Sample) -> dict:
         teachers, objective = self._plan.teachers, self._plan.objective
         return {
             "step": step,
-            **text_of(experience, self.tokenizer),
-            "group_id": experience.group_id,
-            "demonstration": experience.demonstration,
-            **teacher_prompts_of(experience, self.tokenizer, self._other_tokenizers),
-            **teacher_cuts_of(experience),
-            **logprobs_of(experience),
-            "student_logprobs": of_actions(experience, experience.old_logprobs),
-            "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
-            "teacher_topk_hits": topk_hits(experience) if objective.opd_topk_source == "teacher" else {},
-            "values": of_actions(experience, experience.values),
-            "token_level_rewards": as_f32(token_level_rewards(experience, objective)),
-            "external_advantages": as_f32(experience.advantages),
-            "advantages": experience.total_advantages,
-            "loss_mask": experience.loss_mask,
-            "importance_weights": of_actions(experience, experience.importance_weights),
-            **experience.metrics,
+            **text_of(sample, self.tokenizer),
+            "group_id": sample.group_id,
+            "demonstration": sample.demonstration,
+            **teacher_prompts_of(sample, self.tokenizer, self._other_tokenizers),
+            **teacher_cuts_of(sample),
+            **logprobs_of(sample),
+            "student_logprobs": of_actions(sample, sample.old_logprobs),
+            "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in sample.teacher_logprobs},
+            "teacher_topk_hits": topk_hits(sample) if objective.opd_topk_source == "teacher" else {},
+            "values": of_actions(sample, sample.values),
+            "token_level_rewards": as_f32(token_level_rewards(sample, objective)),
+            "external_advantages": as_f32(sample.advantages),
+            "advantages": sample.total_advantages,
+            "loss_mask": sample.loss_mask,
+            "importance_weights": of_actions(sample, sample.importance_weights),
+            **sample.metrics,
             **{name: getattr(objective, name) for name in OBJECTIVE_FIELDS},
         }
 

@@ -43,7 +43,7 @@ class RunWorkers:
     validation_sampler: Sampler | None = None  # engines that are reserved for validation
 
     async def learn(
-        self, plan: RunPlan, experiences: list[Sample], step: int, *, student_learns: bool = True
+        self, plan: RunPlan, samples: list[Sample], step: int, *, student_learns: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
         """Update student and critic. Return the result of `Student.learn`, with the metrics of the critic added.
 
@@ -52,16 +52,16 @@ class RunWorkers:
         """
         if self.critic and not student_learns:
             await self.turns.enter(Phase.TRAIN)
-            return experiences, await self.critic.learn(experiences)
+            return samples, await self.critic.learn(samples)
         temperature = plan.rollout.sampling.temperature if plan.rollout else 1.0
         await self.turns.enter(Phase.TRAIN)
-        student = self.student.learn(experiences, plan.teachers, plan.objective, temperature, step)
+        student = self.student.learn(samples, plan.teachers, plan.objective, temperature, step)
         if self.critic is None:
             return await student
         if self.turns.share(self.student.plan.name, self.critic.plan.name):  # else each update would swap the models
             learned, metrics = await student
-            return learned, metrics | await self.critic.learn(experiences)
-        (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
+            return learned, metrics | await self.critic.learn(samples)
+        (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(samples))
         return learned, metrics | of_critic
 
     async def learn_supervised(

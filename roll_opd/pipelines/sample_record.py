@@ -11,41 +11,41 @@ from roll_opd.samples.sample import Sample
 PIECES_OF_A_CHARACTER = 4  # maximum bytes, and so maximum tokens, of a UTF-8 character
 
 
-def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def text_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return texts, tokens, rewards and weight versions of a sample."""
-    response = tokenizer.decode(experience.response_tokens)
-    ends = token_ends(tokenizer.decode, experience.response_tokens.tolist(), response)
+    response = tokenizer.decode(sample.response_tokens)
+    ends = token_ends(tokenizer.decode, sample.response_tokens.tolist(), response)
     return {
-        "id": experience.id,
-        "tag": experience.tag,
-        "prompt": tokenizer.decode(experience.prompt_tokens),
+        "id": sample.id,
+        "tag": sample.tag,
+        "prompt": tokenizer.decode(sample.prompt_tokens),
         "response": response,
         "token_ends": ends,
-        "ground_truth": experience.ground_truth,
-        "reward": experience.reward,
-        "reward_parts": experience.reward_parts,
-        "reward_reason": experience.reward_reason,
-        **({"turn_rewards": experience.turn_rewards} if experience.turn_rewards else {}),
-        "finish_reason": experience.finish_reason,
-        "versions": experience.versions,
-        "tokens": experience.tokens,
-        "prompt_length": experience.prompt_length,
-        "action_mask": experience.action_mask,
+        "ground_truth": sample.ground_truth,
+        "reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+        "reward_reason": sample.reward_reason,
+        **({"turn_rewards": sample.turn_rewards} if sample.turn_rewards else {}),
+        "finish_reason": sample.finish_reason,
+        "versions": sample.versions,
+        "tokens": sample.tokens,
+        "prompt_length": sample.prompt_length,
+        "action_mask": sample.action_mask,
     }
 
 
 def teacher_prompts_of(
-    experience: Sample, tokenizer: PreTrainedTokenizerBase, others: Mapping[str, PreTrainedTokenizerBase]
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, others: Mapping[str, PreTrainedTokenizerBase]
 ) -> dict[str, Any]:
     """Return the prompts of those teachers whose prompt differs from the student's prompt.
 
     `others` maps the names of teachers with another tokenizer to their tokenizers.
     """
-    prompts = {name: others.get(name, tokenizer).decode(ids) for name, ids in experience.teacher_prompts.items()}
+    prompts = {name: others.get(name, tokenizer).decode(ids) for name, ids in sample.teacher_prompts.items()}
     return {"teacher_prompts": prompts} if prompts else {}
 
 
-def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
+def teacher_cuts_of(sample: Sample) -> dict[str, Any]:
     """Return the chunks of the teachers with another tokenizer.
 
     A chunk is a list of three values: index of the first token, number of tokens, and texts of the teacher's tokens.
@@ -54,37 +54,37 @@ def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
         name: [
             [first, count, [piece.decode(errors="replace") for piece in pieces]] for first, count, pieces in one.cuts()
         ]
-        for name, one in experience.alignments.items()
+        for name, one in sample.alignments.items()
     }
     return {"teacher_cuts": cuts} if cuts else {}
 
 
-def logprobs_of(experience: Sample) -> dict[str, Any]:
+def logprobs_of(sample: Sample) -> dict[str, Any]:
     """Return the log-probs of the sampler, the teachers and the reference. They are NaN at observed tokens."""
-    by_teacher = experience.teacher_logprobs.items()
+    by_teacher = sample.teacher_logprobs.items()
     return {
-        "rollout_logprobs": of_actions(experience, experience.rollout_logprobs),
-        "teacher_logprobs": {name: of_actions(experience, logprobs) for name, logprobs in by_teacher},
-        "ref_logprobs": of_actions(experience, experience.ref_logprobs),
+        "rollout_logprobs": of_actions(sample, sample.rollout_logprobs),
+        "teacher_logprobs": {name: of_actions(sample, logprobs) for name, logprobs in by_teacher},
+        "ref_logprobs": of_actions(sample, sample.ref_logprobs),
     }
 
 
-def topk_hits(experience: Sample) -> dict[str, np.ndarray]:
+def topk_hits(sample: Sample) -> dict[str, np.ndarray]:
     """Return whether each sampled token is in the top-k of a teacher, [T-P], for each teacher with top-k targets.
 
     The value of an observed token is None.
     """
-    hits = {name: held.hits for name, held in experience.teacher_targets.items() if held.hits is not None}
+    hits = {name: held.hits for name, held in sample.teacher_targets.items() if held.hits is not None}
     none = np.array(None, dtype=object)
-    return {name: np.where(experience.action_mask, of_teacher, none) for name, of_teacher in hits.items()}
+    return {name: np.where(sample.action_mask, of_teacher, none) for name, of_teacher in hits.items()}
 
 
-def of_actions(experience: Sample, array: np.ndarray | None) -> np.ndarray | None:
+def of_actions(sample: Sample, array: np.ndarray | None) -> np.ndarray | None:
     """Return a floating-point array [T-P] with NaN at observed tokens, or None if there is no array.
 
     Records contain NaN as null.
     """
-    return None if array is None else experience.without_observed(array)
+    return None if array is None else sample.without_observed(array)
 
 
 def as_f32(array: np.ndarray | None) -> np.ndarray | None:

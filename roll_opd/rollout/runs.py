@@ -57,30 +57,30 @@ class PendingRewards:
         self._progress, self.scored = context.progress, Count("scored")
         self.domains = tuple(pool.plan.domain for pool in self._pools)
 
-    def request(self, experience: Sample) -> None:
+    def request(self, sample: Sample) -> None:
         """Request the reward of a sample from the reward pool that accepts its tag.
 
         Nothing is requested if the run has already set the sample's reward.
         """
-        if experience.reward is not None:
+        if sample.reward is not None:
             return
         for pool in self._pools:
-            if pool.plan.accepts(experience.tag):
+            if pool.plan.accepts(sample.tag):
                 self.scored.total += 1
-                self._requests[experience.id] = answer = pool.submit(experience)
+                self._requests[sample.id] = answer = pool.submit(sample)
                 answer.add_done_callback(self.scored.one)
 
-    async def added_to(self, experiences: Sequence[Sample]) -> list[Sample]:
+    async def added_to(self, samples: Sequence[Sample]) -> list[Sample]:
         """Wait for the requested rewards of samples, and return the samples with these rewards.
 
         Samples without a pending request are returned unchanged. Raises the errors of `RewardPool.submit`.
         """
-        names = [experience.id for experience in experiences if experience.id in self._requests]
+        names = [sample.id for sample in samples if sample.id in self._requests]
         of = WAITS.of("a selection or the learner", f"the rewards of {len(names)} samples") if names else nullcontext()
         with self._progress.showing(self.scored), of:
             answers = await asyncio.gather(*[self._requests.pop(name) for name in names])
         results = dict(zip(names, answers, strict=True))
-        return [self._with(results[e.id], e) if e.id in results else e for e in experiences]
+        return [self._with(results[e.id], e) if e.id in results else e for e in samples]
 
     def cancel(self) -> None:
         """Cancel the requests in progress."""
@@ -88,8 +88,8 @@ class PendingRewards:
             request.cancel()
         self._requests.clear()
 
-    def _with(self, result: RewardResult, experience: Sample) -> Sample:
-        added = result.added_to(experience)
+    def _with(self, result: RewardResult, sample: Sample) -> Sample:
+        added = result.added_to(sample)
         return added if self._exclude_failed else changed(added, excluded=False)
 
 
@@ -137,8 +137,8 @@ async def roll_out(
             generated.one()
             if generated.done == generated.total:
                 generating.close()
-            for experience in made or ():
-                rewards.request(experience)
+            for sample in made or ():
+                rewards.request(sample)
             looked_at = await logprobs.added_to(made or (), engines[number])
             read.one()
             if made is None:
@@ -181,15 +181,15 @@ class ChunkedLogprobs:
         self._running, self._urgent, self._early = Counter(engines), urgent, asyncio.Lock()
         self._waiting: dict[int, list[tuple[Sample, asyncio.Future[Sample]]]] = defaultdict(list)
 
-    async def added_to(self, experiences: Sequence[Sample], engine: int) -> list[Sample]:
+    async def added_to(self, samples: Sequence[Sample], engine: int) -> list[Sample]:
         """Return the samples of a run with their log-probs. This method must be called once for each run.
 
         The samples of an engine wait until a chunk is complete, until the last run of the engine has ended, or until
         scoring is urgent. One of the calls then computes the log-probs of all waiting samples.
         """
         loop = asyncio.get_running_loop()
-        results: list[asyncio.Future[Sample]] = [loop.create_future() for _ in experiences]
-        self._waiting[engine] += zip(experiences, results, strict=True)
+        results: list[asyncio.Future[Sample]] = [loop.create_future() for _ in samples]
+        self._waiting[engine] += zip(samples, results, strict=True)
         self._running[engine] -= 1
         if len(self._waiting[engine]) >= self._chunk or not self._running[engine]:
             await self._score([engine])

@@ -69,13 +69,13 @@ class TeacherPreflight:
         self._prompts = [Check("prompts", "plain texts", "warning", plain_prompts)] if plain_prompts else []
         self._left = list(teachers) if mode is not False else []
 
-    async def check(self, experiences: Sequence[Sample], temperature: float) -> None:
+    async def check(self, samples: Sequence[Sample], temperature: float) -> None:
         """Check the teachers that have scored samples of the step and are not checked yet. Report the checks.
 
         Raises RunError if a check fails and the mode is not `warn`.
         """
         for teacher in list(self._left):
-            taught = [e for e in experiences if teacher.plan.name in e.teacher_logprobs]
+            taught = [e for e in samples if teacher.plan.name in e.teacher_logprobs]
             chosen = _chosen(taught)
             if not chosen:
                 continue
@@ -146,37 +146,37 @@ class TeacherPreflight:
         return rows if len(models) == 1 else [_size_of(*models), *rows]
 
 
-def _chosen(experiences: Sequence[Sample]) -> list[Sample]:
+def _chosen(samples: Sequence[Sample]) -> list[Sample]:
     """Return a few truncated samples that are spread evenly over the step.
 
     If the responses are short, more samples are returned.
     """
-    cut = [_cut(experience) for experience in experiences]
-    written = [experience for experience in cut if experience.action_tokens]
+    cut = [_cut(sample) for sample in samples]
+    written = [sample for sample in cut if sample.action_tokens]
     stride = max(1, -(-len(written) // PREFLIGHT_SAMPLES))
     chosen: list[Sample] = []
     tokens = actions = 0
-    for experience in (one for first in range(stride) for one in written[first::stride]):
+    for sample in (one for first in range(stride) for one in written[first::stride]):
         enough = actions >= MIN_ACTIONS
-        tokens += len(experience.tokens)
+        tokens += len(sample.tokens)
         over = tokens > (ALL_TOKENS if enough else MAX_TOKENS)
         if len(chosen) >= FEWEST and (over or (enough and len(chosen) >= PREFLIGHT_SAMPLES)):
             break
-        chosen.append(experience)
-        actions += experience.action_tokens
+        chosen.append(sample)
+        actions += sample.action_tokens
     return chosen
 
 
-def _cut(experience: Sample) -> Sample:
+def _cut(sample: Sample) -> Sample:
     """Return a sample truncated after the first `RESPONSE_TOKENS` action tokens of its response."""
-    actions = np.flatnonzero(experience.action_mask[:ALL_TOKENS])[:RESPONSE_TOKENS]
+    actions = np.flatnonzero(sample.action_mask[:ALL_TOKENS])[:RESPONSE_TOKENS]
     length = int(actions[-1]) + 1 if len(actions) else 0
-    is_whole = len(actions) == experience.action_tokens
+    is_whole = len(actions) == sample.action_tokens
     return changed(
-        experience,
-        tokens=experience.tokens[: experience.prompt_length + length],
-        columns={name: values[:length] for name, values in experience.columns.items()},
-        finish_reason=experience.finish_reason if is_whole else "length",
+        sample,
+        tokens=sample.tokens[: sample.prompt_length + length],
+        columns={name: values[:length] for name, values in sample.columns.items()},
+        finish_reason=sample.finish_reason if is_whole else "length",
     )
 
 
@@ -206,8 +206,8 @@ def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
     The list is empty if the rows have no answers.
     """
     texts = {}
-    for number, experience in enumerate(chosen):
-        found = (experience.extra.get(name) for name in ANSWERS)
+    for number, sample in enumerate(chosen):
+        found = (sample.extra.get(name) for name in ANSWERS)
         if text := next((text for text in found if isinstance(text, str) and text), None):
             texts[number] = text
     if not texts:

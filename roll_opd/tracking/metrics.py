@@ -52,8 +52,8 @@ def mean_stderr(groups: Sequence[Sequence[float]]) -> float:
     return float(np.sqrt((residuals**2).sum() * len(groups) / (len(groups) - 1)) / counts.sum())
 
 
-def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str, float]:
-    """Return validation metrics over all held-out prompts, and for each tag. Each prompt has `samples` (k) answers.
+def validation_metrics(samples: Sequence[Sample], per_prompt: int) -> dict[str, float]:
+    """Return validation metrics over all held-out prompts, and for each tag. Each prompt has `per_prompt` (k) answers.
 
     The samples of a prompt share a `group_id`. Samples without a reward do not count. An episode of several steps
     counts as one sample. Its reward is the mean over its steps. If each step has a separate reward, as in a game, its
@@ -71,12 +71,12 @@ def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str,
       replacement. It is computed for j = k and for each power of two below k.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
-    runs = one_a_run(experiences, returns=True)
-    for experience in runs:
-        if experience.reward is not None:
-            for tag in dict.fromkeys(("all", experience.tag)):
-                rewards.setdefault(tag, {}).setdefault(experience.group_id, []).append(experience.reward)
-    given = [experience.reward for experience in runs if experience.reward is not None]
+    runs = one_a_run(samples, returns=True)
+    for sample in runs:
+        if sample.reward is not None:
+            for tag in dict.fromkeys(("all", sample.tag)):
+                rewards.setdefault(tag, {}).setdefault(sample.group_id, []).append(sample.reward)
+    given = [sample.reward for sample in runs if sample.reward is not None]
     is_graded = bool(set(given) - {0.0, 1.0})
     metrics: dict[str, float] = {}
     for tag, groups in rewards.items():
@@ -84,15 +84,15 @@ def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str,
         metrics |= _mean(f"val_correct/{tag}", [[float(reward >= RIGHT) for reward in group] for group in by_prompt])
         if is_graded:
             metrics |= _mean(f"val/reward/{tag}", by_prompt)
-        right = [sum(reward >= RIGHT for reward in group) for group in groups.values() if len(group) == samples]
-        if samples > 1 and right:
-            metrics[f"val_correct/{tag}/avg@{samples}"] = float(np.mean(right)) / samples
-            for draws in _powers_of_two(samples):
-                chances = [pass_at(draws, samples, count) for count in right]
+        right = [sum(reward >= RIGHT for reward in group) for group in groups.values() if len(group) == per_prompt]
+        if per_prompt > 1 and right:
+            metrics[f"val_correct/{tag}/avg@{per_prompt}"] = float(np.mean(right)) / per_prompt
+            for draws in _powers_of_two(per_prompt):
+                chances = [pass_at(draws, per_prompt, count) for count in right]
                 metrics[f"val_correct/{tag}/pass@{draws}"] = float(np.mean(chances))
     if is_graded:
         metrics |= statistics("val/reward", given, ("max", "min"))
-    lengths = [experience.action_tokens for experience in experiences]
+    lengths = [sample.action_tokens for sample in samples]
     return {**metrics, **statistics("val/response_length", lengths, ("mean",))}
 
 

@@ -13,15 +13,15 @@ MAX_REASONS, OTHERS = 20, "other"  # number of reasons with a separate metric; n
 MAX_REASON_LENGTH = 40  # maximum characters of a reason in a metric's name
 
 
-def reward_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
+def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics `reward/<domain>/...` of all samples that have a reward domain.
 
     The dict is empty if no sample has a reward domain.
     """
-    domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
+    domains = dict.fromkeys(sample.domain for sample in samples if sample.domain)
     found: dict[str, float] = {}
     for domain in domains:
-        found |= _domain_metrics(domain, [e for e in experiences if e.domain == domain])
+        found |= _domain_metrics(domain, [e for e in samples if e.domain == domain])
     return found
 
 
@@ -64,15 +64,15 @@ def _most_common(counts: Counter[str]) -> dict[str, int]:
     return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})
 
 
-def _domain_metrics(domain: str, experiences: Sequence[Sample]) -> dict[str, float]:
-    runs = [experience for experience in one_a_run(experiences) if experience.reward is not None]
+def _domain_metrics(domain: str, samples: Sequence[Sample]) -> dict[str, float]:
+    runs = [sample for sample in one_a_run(samples) if sample.reward is not None]
     rewards = [e.reward for e in runs if e.reward is not None]
     groups: dict[str, list[float]] = {}
     parts: dict[str, list[float]] = {}
-    for experience, reward in zip(runs, rewards, strict=True):
-        groups.setdefault(experience.group_id, []).append(reward)
-    for experience in experiences:
-        for part, value in experience.reward_parts.items():
+    for sample, reward in zip(runs, rewards, strict=True):
+        groups.setdefault(sample.group_id, []).append(reward)
+    for sample in samples:
+        for part, value in sample.reward_parts.items():
             parts.setdefault(part, []).append(value)
     several = [group for group in groups.values() if len(group) > 1]
     found = statistics(f"reward/{domain}", rewards, ("mean", "max", "min"))
@@ -82,9 +82,9 @@ def _domain_metrics(domain: str, experiences: Sequence[Sample]) -> dict[str, flo
         found[f"reward/{domain}/zero_variance_rate"] = float(np.mean([len(set(group)) == 1 for group in several]))
     for part, values in parts.items():
         found |= statistics(f"reward/{domain}/{part}", values, ("mean",))
-    reasons = Counter(_metric_part(experience.reward_reason) for experience in experiences if experience.reward_reason)
+    reasons = Counter(_metric_part(sample.reward_reason) for sample in samples if sample.reward_reason)
     found |= {
         f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(_most_common(reasons).items())
     }
-    excluded = sum(experience.excluded for experience in experiences)
+    excluded = sum(sample.excluded for sample in samples)
     return found | ({f"reward/{domain}/excluded": float(excluded)} if excluded else {})
