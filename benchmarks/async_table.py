@@ -1,4 +1,4 @@
-"""Generation ahead of training: whether runs still learn at each bound S, and how fast their steps are.
+"""Async rollouts: whether runs still learn at each bound S, and how fast their steps are.
 
     python benchmarks/async_table.py [--cells tasks signals] [--tasks demo tail game] [--bounds 1 2 4]
         [--seeds 42 43 44] [--json OUT] [--runs DIR] [key=value ...]

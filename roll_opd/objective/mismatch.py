@@ -72,7 +72,7 @@ def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_a
     The loss compares current log-probs with old log-probs. The old log-probs are computed with the weights at the
     beginning of the step, not with the weights that drew the sample. The ratio of the two therefore does not correct
     for a sample that was drawn with weights of an earlier step: such a sample needs importance weights of a correction.
-    There is one exception. If generation runs ahead of training, samples whose advantage contains no reward are
+    There is one exception. With async rollouts, samples whose advantage contains no reward are
     allowed, because the teachers' part of an advantage is computed from current log-probs.
 
     If a sample has no old log-probs, the loss uses the current log-probs in their place, so the ratio is 1. This is an
@@ -82,7 +82,7 @@ def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_a
         samples: the samples of a mini-batch.
         version: version of the weights at the beginning of the step.
         updates: number of earlier updates in the step.
-        max_age: largest age of a token, in versions; above 0 if generation runs ahead of training.
+        max_age: largest age of a token, in versions; above 0 with async rollouts.
     """
     sampled = [s for s in samples if s.rollout_logprobs is not None and not s.demonstration and s.learned_tokens]
     others = [s for s in sampled if s.importance_weights is None and sampling_versions(s.versions) != {version}]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # these import torch, but the launcher must first start its f
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # the critic's part of a checkpoint
 FOLLOWERS = "followers"  # directory with a part for each teacher that follows the student
-GROUPS = "finished_groups.pickle"  # finished groups of generation ahead on which no update has trained yet
+GROUPS = "finished_groups.pickle"  # finished groups of async rollouts on which no update has trained yet
 ADAPTER = "adapter"  # the adapter of a LoRA student, in peft's format
 HF = "hf"  # the model in Hugging Face's format
 _PARTIAL = ".partial_"

@@ -117,7 +117,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
 def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
     """Return the object that produces the batches of the run.
 
-    Sampling and training take turns, unless generation runs ahead of training.
+    Sampling and training take turns, except with async rollouts.
     """
     plan = run.plan
     assert plan.rollout is not None

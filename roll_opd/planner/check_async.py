@@ -1,4 +1,4 @@
-"""Checks of generation ahead of training: devices, depth, and the correction of stale samples."""
+"""Checks of async rollouts: devices, depth, and the correction of stale samples."""
 
 import os
 
@@ -13,7 +13,7 @@ ADVICE = "train_infer_correction: {is_weight: {enabled: true}} (truncated import
 
 
 def check_async(top: Top, roles: Roles) -> None:
-    """Check the keys of generation ahead of training.
+    """Check the async keys.
 
     Stale samples need a correction if they have a reward. Engines must not take turns with another role on their
     devices.

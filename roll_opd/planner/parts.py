@@ -181,7 +181,7 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
         plan,
         max_running_requests=top.max_running_requests,
         returns_routes=routes,
-        # without generation ahead, no request runs during an update; deterministic engines finish their batch first
+        # without async rollouts, no request runs during an update; deterministic engines finish their batch first
         on_weight_update=top.on_weight_update if top.async_generation_ratio and not top.deterministic else "wait",
     )
 

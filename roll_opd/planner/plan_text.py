@@ -254,7 +254,7 @@ def _ahead_lines(plan: RunPlan) -> list[str]:
     pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth)
     running = plan.rollout.on_weight_update if plan.rollout else "wait"
     return [
-        f"generation ahead of training: {pace.ahead} prompts, window {pace.window}; tokens at most {pace.max_age}"
+        f"async rollouts: {pace.ahead} prompts, window {pace.window}; tokens at most {pace.max_age}"
         f" versions old; running answers at a weight update: {running}",
         *([f"engines reserved for validation: {plan.validation_engines}"] if plan.validation_engines else []),
     ]

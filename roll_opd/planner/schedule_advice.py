@@ -168,7 +168,7 @@ def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
     """Return the costs of a step, measured in a run, as fields of `StepCosts`.
 
     The costs are medians over the steps in `metrics.jsonl`, without the first step. Raises ConfigError if the run has
-    fewer than two steps, or if its generation ran ahead of training.
+    fewer than two steps, or if it had async rollouts.
     """
     rows = [row for row in read_jsonl(directory / METRICS) if row.get("time/step") is not None][WARM_UP:]
     if not rows:
@@ -178,7 +178,7 @@ def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
     if any("rollout/async/age_mean" in row for row in rows):
         raise ConfigError(
             [
-                f"--measured {directory}: generation ran ahead of training, so the phases overlap; give a run with"
+                f"--measured {directory}: has async rollouts, so the phases overlap; give a run with"
                 " async_generation_ratio: 0, or --costs"
             ]
         )

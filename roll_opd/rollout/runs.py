@@ -319,7 +319,7 @@ class Batch:
     # for a checkpoint: the state in which prompts of later batches are not drawn yet
     source_state: dict[str, Any] = field(default_factory=dict)
     epochs: float = 0.0  # passes over the prompts
-    schedule: dict[str, float] = field(default_factory=dict)  # metrics of generation ahead of training
+    schedule: dict[str, float] = field(default_factory=dict)  # metrics of async rollouts
 
     @property
     def versions(self) -> Counter[int]:

@@ -12,7 +12,7 @@ The keys of a row:
 - `failed`: draws that were not trained on because runs or rewards of their group failed. Either no sample is left, or
   the failure makes the group unusable (`replace`), or a filter rejected the rest of the group.
 - `versions`: [oldest, newest] weight version of each draw in `trained`, in the order of `trained`. The key exists only
-  if generation runs ahead of training. With these versions, the run can be repeated in the same order.
+  with async rollouts. With these versions, the run can be repeated in the same order.
 - `run`: id of the run, as in `run.json`; only in the first row.
 - `checksum`: see `ledger_checksum`.
 

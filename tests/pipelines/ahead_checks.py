@@ -1,4 +1,4 @@
-"""Settings and checks of runs whose generation runs ahead of training."""
+"""Settings and checks of runs with async rollouts."""
 
 from collections.abc import Sequence
 

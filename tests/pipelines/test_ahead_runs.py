@@ -1,4 +1,4 @@
-"""Runs with generation ahead of training: ages are within the bound; each prompt is trained once, despite kills."""
+"""Runs with async rollouts: ages are within the bound; each prompt is trained once, despite kills."""
 
 from pathlib import Path
 

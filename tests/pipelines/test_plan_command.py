@@ -99,7 +99,7 @@ def test_costs_that_mean_nothing_are_refused(tmp_path: Path, capsys: pytest.Capt
         (["--costs", f"{COSTS},fixed=2"], "'fixed=2' is not a cost"),
         (["--devices", "8"], "needs costs"),
         (["--costs", COSTS, "--devices", "many"], "are not numbers of devices"),
-        (["--measured", str(tmp_path)], "generation ran ahead of training"),
+        (["--measured", str(tmp_path)], "has async rollouts"),
         (["--measured", str(tmp_path / "none")], "fewer than two steps"),
     ):
         code, _, error = planned(capsys, *words)

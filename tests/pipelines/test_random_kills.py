@@ -1,4 +1,4 @@
-"""Random kills of a deterministic run whose generation runs ahead: each prompt is trained once, with the same bits.
+"""Random kills of a deterministic run with async rollouts: each prompt is trained once, with the same bits.
 
     .venv/bin/python tests/pipelines/test_random_kills.py [--kills 50] [--steps 200] [--minutes 60] [--record FILE]
 

@@ -1,4 +1,4 @@
-"""Generation ahead of training with every mode, objective and kind of rollout, in a few steps each."""
+"""Async rollouts with every mode, objective and kind of rollout, in a few steps each."""
 
 import json
 from dataclasses import dataclass
