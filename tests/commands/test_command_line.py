@@ -53,6 +53,7 @@ def test_subcommands_and_options_are_read_from_the_words(words: str, asked: tupl
     assert ask(*words.split()) == asked
 
 
+@pytest.mark.extras
 def test_every_pipeline_is_named(tmp_path: Path) -> None:
     names = ["distill", "rlvr", "agentic", "sft", "dpo", "offline_distill"]
     command_line.add_config_arguments(parser := argparse.ArgumentParser())
