@@ -2,7 +2,7 @@
 
 `HOLDS` lists, for each phase, the parts of the device memory that an active role keeps. In most phases, the other roles
 on the same device hold no memory. In the phases in `TOGETHER`, they also hold their parts in `HOLDS`. Each method that
-a role's processes offer declares the parts that it uses (`needs`).
+a role's processes offer declares the parts that it uses (`needs`); `declare` checks this for a class of processes.
 
 Phases may follow each other in any order. Engines that discarded their weights need a weight sync before they generate
 again. Invalid calls raise `PhaseError` and do not change the state.
@@ -87,6 +87,7 @@ ACQUIRED_ON_ENTRY: Mapping[Phase, tuple[Kind, ...]] = {
     Phase.GENERATE: (Kind.ENGINES,),
 }
 _DECLARED = "_device_memory"  # attribute of a method
+_NEEDS: dict[Kind, Mapping[str, Parts]] = {}  # method -> memory that it uses, for the processes of each kind
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -104,19 +105,30 @@ def needs(parts: Parts) -> Callable[[Method], Method]:
     return declare
 
 
-def needs_of(processes: Any, method: str) -> Parts:
-    """Return the device memory that a method uses.
+def declare(kind: Kind, processes: type) -> None:
+    """Record the class of the processes of a kind of role.
 
-    Raises PhaseError if the method does not declare it: without the declaration, the method could read memory that is
-    offloaded.
-
-    Args:
-        processes: class of a role's processes.
+    Raises TypeError if a public method does not declare the memory that it uses, as it could then read memory that is
+    offloaded, or if it declares memory that the kind does not have.
     """
-    declared: Parts | None = getattr(getattr(processes, method, None), _DECLARED, None)
-    if declared is None:
-        raise PhaseError(f"{method} does not declare which device memory it uses; decorate it with @needs(...)")
-    return declared
+    methods = {name: getattr(processes, name) for name in dir(processes) if not name.startswith("_")}
+    found: dict[str, Parts] = {}
+    for name, method in methods.items():
+        parts: Parts | None = getattr(method, _DECLARED, None)
+        if parts is None or not parts <= ALL[kind]:
+            raise TypeError(
+                f"{processes.__name__}.{name} does not declare which device memory of a {kind} it uses; decorate it"
+                " with @needs(...)"
+            )
+        found[name] = parts
+    _NEEDS[kind] = found
+
+
+def needs_of(kind: Kind, method: str) -> Parts:
+    """Return the device memory that a method of a kind of role uses. Raises PhaseError if no method declares it."""
+    if method not in _NEEDS.get(kind, ()):
+        raise PhaseError(f"{method} is no method of a {kind}; decorate the method with @needs(...)")
+    return _NEEDS[kind][method]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic, CriticWorker
 from roll_opd.workers.frozen_model import FollowingWorker, LogprobWorker
-from roll_opd.workers.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
+from roll_opd.workers.group import ActorGroup, WorkerGroup
 from roll_opd.workers.reward_pool import RewardPool, RewardWorker
 from roll_opd.workers.sampler import RolloutWorker, Sampler
 from roll_opd.workers.student import Student, TrainWorker
@@ -62,7 +62,7 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
     await asyncio.sleep(0)  # the student's engines start first, as they take longest
     student = Student(plan.student, _group(TrainWorker, plan, plan.student, placement, turns))
     own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
-    groups: dict[str, FrozenGroup] = {**own, plan.student.name: WithoutAdapter(student.group)}
+    groups = {**own, plan.student.name: student.group.without_adapter()}
 
     def scorer(role: MegatronPlan) -> MegatronScorer:
         return MegatronScorer(role.name, groups[plan.serving(role).name], read_model(Path(role.model.path)).vocab)
@@ -75,7 +75,7 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
         critic = Critic(plan.critic, _group(CriticWorker, plan, plan.critic, placement, turns))
     learners = [role.group for role in (student, critic) if role]
     checks = check_teachers(plan, teachers, placement.starting)
-    await asyncio.gather(*starting, checks, *_setups(plan, placement, *learners, *own.values()))
+    await asyncio.gather(*starting, checks, *_setups(plan, placement, turns, *learners, *own.values()))
     followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
     workers = RunWorkers(student, Sampler(ActorGroup([])), Scorers(teachers, reference), critic, followers, turns)
     if rollout:
@@ -111,16 +111,15 @@ async def start_sampler(
         written = {**_environment(plan), **rollout.env}
         env = {**written, "ROLL_OPD_DIE_WITH_PARENT": "1", **forkserver_start.variables(ENGINES, written)}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
-    engines = ActorGroup(actors, names)
-    in_turn = turns.join(rollout.name, engines)
+    engines = turns.join(rollout.name, ActorGroup(actors, names))
 
     async def setup() -> None:
         async with turns.starting(rollout.name):
-            sleeps = in_turn is not engines
+            sleeps = turns.takes_turns(rollout.name)
             await engines.call("setup", rollout, plan.seed, plan.deterministic, weight_transfer, sleeps=sleeps)
 
     await placement.starting.of(f"{rollout.name} (vLLM)", setup())
-    return Sampler(in_turn)
+    return Sampler(engines)
 
 
 @asynccontextmanager
@@ -281,11 +280,13 @@ def _members(plan: RunPlan, placement: Placement) -> Sequence[PhaseMember]:
     return members_of(plan) if taken else ()
 
 
-def _group(actor: Any, plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: DeviceScheduler) -> Any:
+def _group(
+    actor: Any, plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: DeviceScheduler
+) -> WorkerGroup:
     return turns.join(worker.name, WorkerGroup(actor, worker, placement, _environment(plan)))
 
 
-def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: DeviceScheduler) -> Any:
+def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: DeviceScheduler) -> WorkerGroup:
     actor = FollowingWorker if isinstance(worker, FollowingPlan) else LogprobWorker
     return _group(actor, plan, worker, placement, turns)
 
@@ -295,9 +296,14 @@ def _served(plan: RunPlan) -> list[MegatronPlan]:
     return [role for role in plan.frozen_roles() if plan.serving(role) is role]
 
 
-def _setups(plan: RunPlan, placement: Placement, *groups: WorkerGroup) -> list[Coroutine[Any, Any, Any]]:
-    arguments = {"seed": plan.seed, "deterministic": plan.deterministic, "async_save": plan.checkpoint.async_save}
-    return [placement.starting.of(f"{group.plan.name} (Megatron)", group.setup(**arguments)) for group in groups]
+def _setups(
+    plan: RunPlan, placement: Placement, turns: DeviceScheduler, *groups: WorkerGroup
+) -> list[Coroutine[Any, Any, Any]]:
+    async def setup(group: WorkerGroup) -> None:
+        async with turns.starting(group.plan.name):
+            await group.setup(seed=plan.seed, deterministic=plan.deterministic, async_save=plan.checkpoint.async_save)
+
+    return [placement.starting.of(f"{group.plan.name} (Megatron)", setup(group)) for group in groups]
 
 
 def _environment(plan: RunPlan) -> dict[str, str]:

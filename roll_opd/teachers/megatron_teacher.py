@@ -18,7 +18,7 @@ from roll_opd.teachers.scorer import (
     TokenSequence,
     Wanted,
 )
-from roll_opd.workers.group import FrozenGroup, Reference, WorkerGroup, gathered, gathered_and_held
+from roll_opd.workers.group import Reference, WorkerGroup, gathered, gathered_and_held
 from roll_opd.workers.worker_progress import Writing
 
 
@@ -27,7 +27,7 @@ class MegatronScorer:
     """A `TeacherScorer` that runs on the ranks of a Megatron role."""
 
     name: str
-    group: FrozenGroup
+    group: WorkerGroup
     vocab_size: int
     targets: frozenset[Target] = EVERY_TARGET
 

@@ -27,7 +27,7 @@ from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
-from roll_opd.workers.group import FrozenGroup
+from roll_opd.workers.group import WorkerGroup
 
 PREFLIGHT_SAMPLES = 64  # maximum samples that student and teacher score, and maximum answers from rows
 RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # maximum scored action tokens per response, and maximum tokens of all samples
@@ -44,7 +44,7 @@ class TeacherPreflight:
     def __init__(
         self,
         mode: bool | Literal["warn"],
-        student: FrozenGroup,
+        student: WorkerGroup,
         teachers: Sequence[Teacher],
         report: Callable[[str, Sequence[Check]], None],
         demonstrations: Sequence[Sample] = (),

@@ -7,25 +7,16 @@ devices. Without members, every call goes directly to the processes of the calle
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
 
 from roll_opd.base.failures import RunError
-from roll_opd.models.device_phases import Kind, Move, Phase, PhaseError, PhaseMachine, PhaseMember, State, needs_of
-from roll_opd.workers.critic import CriticWorker
-from roll_opd.workers.frozen_model import FollowingWorker, LogprobWorker
-from roll_opd.workers.group import ActorGroup, WorkerGroup
-from roll_opd.workers.sampler import RolloutWorker
-from roll_opd.workers.student import TrainWorker
+from roll_opd.models.device_phases import Move, Phase, PhaseError, PhaseMachine, PhaseMember, State, needs_of
+from roll_opd.workers.group import ActorGroup
 
-PROCESSES = {  # classes of the roles' processes; their methods declare the memory that they use
-    Kind.STUDENT: TrainWorker,
-    Kind.CRITIC: CriticWorker,
-    Kind.FROZEN: LogprobWorker,
-    Kind.FOLLOWER: FollowingWorker,
-    Kind.ENGINES: RolloutWorker,
-}
+G = TypeVar("G", bound=ActorGroup)
 
 
 class DeviceScheduler:
@@ -67,7 +58,7 @@ class DeviceScheduler:
         members = self._machine.members
         return name in members and other in members and members[name].meets(members[other])
 
-    def join(self, name: str, group: Any) -> Any:
+    def join(self, name: str, group: G) -> G:
         """Return the group through which a role is called.
 
         If the role takes turns, each call to the returned group waits for the turn of the role.
@@ -75,7 +66,7 @@ class DeviceScheduler:
         if name not in self._machine.members:
             return group
         self._groups[name] = group
-        return ScheduledGroup(name, group, self)
+        return group.in_turn(partial(self.turn, name))
 
     async def enter(self, phase: Phase) -> None:
         """Start a phase after all calls in progress have ended.
@@ -94,10 +85,8 @@ class DeviceScheduler:
 
         The caller makes one call to the member in the block. Raises RunError if the phase forbids the call.
         """
-        processes = PROCESSES[self._machine.members[name].kind]
-        async with self._working(
-            name, lambda: self._machine.act(self._state, name, method, needs_of(processes, method))
-        ):
+        kind = self._machine.members[name].kind
+        async with self._working(name, lambda: self._machine.act(self._state, name, method, needs_of(kind, method))):
             yield
 
     @asynccontextmanager
@@ -153,62 +142,3 @@ class DeviceScheduler:
             else:
                 await self._groups[move.member].call("onload", move.parts)
         self._state = state
-
-
-class ScheduledGroup:
-    """The processes of a role that takes turns on its devices; each call waits for the turn of the role."""
-
-    def __init__(self, name: str, group: WorkerGroup, turns: DeviceScheduler) -> None:
-        self.name, self.group, self._turns = name, group, turns
-
-    @property
-    def plan(self) -> Any:
-        return self.group.plan
-
-    @property
-    def packing(self) -> Any:
-        return self.group.packing
-
-    @property
-    def actors(self) -> Any:
-        """The processes of the member.
-
-        A call to them does not wait for a turn, so use them only in phases that load the member at their start.
-        """
-        return self.group.actors
-
-    async def hosts(self) -> list[str]:
-        """See `ActorGroup.hosts`."""
-        return await self.group.hosts()
-
-    async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See `ActorGroup.ask`."""
-        async with self._turns.turn(self.name, method):
-            return await self.group.ask(actor, method, *args, **kwargs)
-
-    async def setup(self, **arguments: Any) -> None:
-        """Call `WorkerGroup.setup` after the other members have released the devices."""
-        async with self._turns.starting(self.name):
-            await self.group.setup(**arguments)
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """See `ActorGroup.call`."""
-        called = args[0] if method == "without_adapter" else method
-        async with self._turns.turn(self.name, called):
-            return await self.group.call(method, *args, **kwargs)
-
-    async def scatter(self, method: str, cut: Any, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
-        """See `WorkerGroup.scatter`."""
-        called = args[0] if method == "share_without_adapter" else method
-        async with self._turns.turn(self.name, called):
-            return await self.group.scatter(method, cut, *args, **kwargs)
-
-    async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """See `ActorGroup.stream`."""
-        async with self._turns.turn(self.name, method), aclosing(self.group.stream(actor, method, *args)) as values:
-            async for value in values:
-                yield value
-
-    def end(self) -> None:
-        """End every process."""
-        self.group.end()

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CriticPlan, MegatronPlan
-from roll_opd.models.device_phases import LEARNING, WEIGHTS, needs
+from roll_opd.models.device_phases import LEARNING, WEIGHTS, Kind, needs
 from roll_opd.objective.columns import value_columns
 from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
 from roll_opd.samples.sharding import DPShard, ShardedBatch, shard_batch
 from roll_opd.samples.transport import Compact
 from roll_opd.tracking.metrics import statistics
 from roll_opd.workers.frozen_model import sequences_of
-from roll_opd.workers.group import gathered
+from roll_opd.workers.group import actor, gathered
 from roll_opd.workers.trained_model import Learner, TrainableRank, Update, optimizer_metrics, total
 
 CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
@@ -109,7 +108,7 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     }
 
 
-@ray.remote
+@actor(Kind.CRITIC)
 class CriticWorker(TrainableRank):
     """Rank of the critic."""
 

@@ -15,12 +15,13 @@ import numpy as np
 import ray
 
 from roll_opd.config.plan import FollowingPlan, MegatronPlan
-from roll_opd.models.device_phases import NOTHING, WEIGHTS, Part, Phase, needs
+from roll_opd.models.device_phases import NOTHING, WEIGHTS, Kind, Part, Phase, needs
 from roll_opd.samples.sample import TargetRef
 from roll_opd.samples.sharding import DPShard, Packing
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description, map_bucket
 from roll_opd.weight_sync.bucket_writer import BucketHost
+from roll_opd.workers.group import actor
 from roll_opd.workers.target_refs import hold, opened
 from roll_opd.workers.worker_progress import MicroBatches
 
@@ -172,12 +173,12 @@ class Rank(BucketHost):
         return None if head is None else [ray.put(head)]
 
 
-@ray.remote
+@actor(Kind.FROZEN)
 class LogprobWorker(Rank):
     """Rank of a frozen model: a teacher or reference policy."""
 
 
-@ray.remote
+@actor(Kind.FOLLOWER)
 class FollowingWorker(Rank):
     """Rank of a teacher whose weights are an EMA or a copy of the student's weights (`follows_student`)."""
 

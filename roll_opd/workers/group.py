@@ -1,5 +1,9 @@
 """Groups of Ray actors with collective calls, and a thread that detects dead actors.
 
+`actor` makes a class the Ray actor of a kind of role. `ActorGroup` calls the methods of such actors by their names. Two
+views change how the actors are called: `in_turn` waits for the turn of the role, and `without_adapter` disables the
+LoRA adapters of a student.
+
 Roles use groups without importing Ray. A call to a dead process fails. But the next call to a teacher may come minutes
 after the teacher has died, and Ray needs a minute to notice a dead GCS. `watched` therefore polls for dead actors and
 dead Ray processes.
@@ -9,9 +13,10 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import ray
@@ -24,19 +29,39 @@ from roll_opd.cluster.runtime import ended_processes
 from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
 from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import MegatronPlan
+from roll_opd.models.device_phases import Kind, declare
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.sharding import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.transport import Compact
 
-_GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups with names
+_NAMES: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # running actors -> names in messages
 
 Reference = ray.ObjectRef  # reference to a value in the object store, fetched on first use
+
+Turn = Callable[[str], AbstractAsyncContextManager[None]]  # from a method's name to the context of its calls
 
 DEATH_GRACE_S = 3.0  # seconds from a lost connection to a dead process until Ray reports the death
 
 
+def actor(kind: Kind) -> Callable[[type], Any]:
+    """Return a decorator that makes a class the Ray actor of a kind of role; see `device_phases.declare`."""
+
+    def declared(processes: type) -> Any:
+        declare(kind, processes)
+        return ray.remote(processes)
+
+    return declared
+
+
+def _at_once(method: str) -> AbstractAsyncContextManager[None]:
+    return nullcontext()
+
+
 class ActorGroup:
     """Actors of one role."""
+
+    _turn: Turn = staticmethod(_at_once)
+    _has_adapter = True
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
         """Create a group. `names` are the names of the actors in messages.
@@ -46,23 +71,39 @@ class ActorGroup:
         """
         self.actors, self.names = tuple(actors), tuple(names)
         self._hosts: list[str] = []
-        if names:
-            _GROUPS.add(self)
+        _NAMES.update(zip(self.actors, self.names, strict=False))
+
+    def in_turn(self, turn: Turn) -> Self:
+        """Return the same actors. Each call of a method is made in the context `turn(method)`."""
+        group = copy(self)
+        group._turn = turn
+        return group
+
+    def without_adapter(self) -> Self:
+        """Return the same actors, the ranks of a LoRA student. They compute with the student's base model.
+
+        `end` of the result does nothing, because the processes belong to the student.
+        """
+        group = copy(self)
+        group._has_adapter = False
+        return group
 
     async def hosts(self) -> list[str]:
         """Return the Ray node id of each actor, as returned by the actor's method `host`."""
         self._hosts = self._hosts or await self.call("host")
         return self._hosts
 
-    def split(self, place: int) -> "tuple[ActorGroup, ActorGroup]":
+    def split(self, place: int) -> tuple[Self, Self]:
         """Return two groups: the actors before index `place`, and the other actors."""
-        parts = slice(place), slice(place, None)
-        first, second = (ActorGroup(self.actors[part], self.names[part]) for part in parts)
+        first, second = copy(self), copy(self)
+        for group, part in (first, slice(place)), (second, slice(place, None)):
+            group.actors, group.names, group._hosts = self.actors[part], self.names[part], []
         return first, second
 
     async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` on one actor and return its result."""
-        return await self._answer(actor, getattr(self.actors[actor], method).remote(*args, **kwargs), method)
+        async with self._turn(method):
+            return await self._answer(actor, self._send(self.actors[actor], method, *args, **kwargs), method)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every actor with the same arguments; return the results in the order of the actors.
@@ -73,26 +114,34 @@ class ActorGroup:
         Raises:
             ProcessDied: if an actor has died.
         """
-        shared = [_shared(value) for value in args]
-        named = {name: _shared(value) for name, value in kwargs.items()}
-        return await self._answers([getattr(actor, method).remote(*shared, **named) for actor in self.actors], method)
+        async with self._turn(method):
+            shared = [_shared(value) for value in args]
+            named = {name: _shared(value) for name, value in kwargs.items()}
+            return await self._answers([self._send(each, method, *shared, **named) for each in self.actors], method)
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """Call the generator method `method` of one actor; yield its items.
 
         Use `aclosing`, so that the call is cancelled if the caller leaves the loop early.
         """
-        remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
-        ended = False
-        try:
-            with self._waiting(actor, method):
-                async for reference in remote:
-                    WAITS.moved()
-                    yield await self._answer(actor, reference)
-            ended = True
-        finally:
-            if not ended:
-                ray.cancel(remote)
+        async with self._turn(method):
+            remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
+            ended = False
+            try:
+                with self._waiting(actor, method):
+                    async for reference in remote:
+                        WAITS.moved()
+                        yield await self._answer(actor, reference)
+                ended = True
+            finally:
+                if not ended:
+                    ray.cancel(remote)
+
+    def _send(self, actor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` on an actor; return a reference to its result."""
+        if self._has_adapter:
+            return getattr(actor, method).remote(*args, **kwargs)
+        return actor._without_adapter.remote(method, *args, **kwargs)
 
     def _waiting(self, actor: int, method: str) -> AbstractContextManager[None]:
         """Record that the driver waits for `method` of the actor, while the block runs.
@@ -123,16 +172,15 @@ class ActorGroup:
 
     def end(self) -> None:
         """Kill all actors. They are killed without a request to exit, because an exit takes seconds."""
-        _GROUPS.discard(self)
+        if not self._has_adapter:
+            return
         for actor in self.actors:
+            _NAMES.pop(actor, None)
             ray.kill(actor)
 
 
 class WorkerGroup(ActorGroup):
     """All ranks of one Megatron role, one process per device."""
-
-    packing: Packing  # rules of the engine; set by `setup`
-    _data_parallel_ranks: list[int]  # data-parallel rank of each actor
 
     def __init__(self, actor: Any, plan: MegatronPlan, placement: Placement, env: dict[str, str]) -> None:
         """Start one actor on each device of `plan`. `setup` then connects the actors as a process group.
@@ -141,6 +189,7 @@ class WorkerGroup(ActorGroup):
             actor: Ray actor class of the ranks.
         """
         self.plan = plan
+        self._setups: list[tuple[int, Packing]] = []  # (data-parallel rank, packing rules) of each actor, after `setup`
         ranks = []
         env = {**env, **plan.env}
         env |= forkserver_start.variables(MEGATRON, env)
@@ -157,8 +206,12 @@ class WorkerGroup(ActorGroup):
         Rank 0 provides the address of the rendezvous.
         """
         address, port = await self.actors[0].address.remote()
-        found = await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
-        self._data_parallel_ranks, (self.packing, *_) = map(list, zip(*found, strict=True))
+        self._setups += await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
+
+    @property
+    def packing(self) -> Packing:
+        """Packing rules of the engine. They are known after `setup`."""
+        return self._setups[0][1]
 
     async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
         """Call `method` on every rank; return (data-parallel rank, result) for each rank.
@@ -166,45 +219,18 @@ class WorkerGroup(ActorGroup):
         A rank gets the shard of its data-parallel rank, followed by `args`. Each shard is put into the object store
         once. Errors are raised as in `call`.
         """
-        references = [ray.put(shard) for shard in sharded.shards]
-        calls = [
-            getattr(actor, method).remote(references[rank], *args, **kwargs)
-            for rank, actor in zip(self._data_parallel_ranks, self.actors, strict=True)
-        ]
-        del references  # an object is freed after the last call that reads it
-        return list(zip(self._data_parallel_ranks, await self._answers(calls, method), strict=True))
+        async with self._turn(method):
+            references = [ray.put(shard) for shard in sharded.shards]
+            ranks = [rank for rank, _ in self._setups]
+            calls = [
+                self._send(each, method, references[rank], *args, **kwargs)
+                for rank, each in zip(ranks, self.actors, strict=True)
+            ]
+            del references  # an object is freed after the last call that reads it
+            return list(zip(ranks, await self._answers(calls, method), strict=True))
 
 
-class WithoutAdapter:
-    """The ranks of a LoRA student with the adapter disabled. They compute with the student's base model."""
-
-    def __init__(self, student: WorkerGroup) -> None:
-        self._student = student
-
-    @property
-    def plan(self) -> MegatronPlan:
-        return self._student.plan
-
-    @property
-    def packing(self) -> Packing:
-        return self._student.packing
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Do what `ActorGroup.call` does."""
-        return await self._student.call("without_adapter", method, *args, **kwargs)
-
-    async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
-        """Do what `WorkerGroup.scatter` does."""
-        return await self._student.scatter("share_without_adapter", sharded, method, *args, **kwargs)
-
-    def end(self) -> None:
-        """Do nothing, because the processes belong to the student."""
-
-
-FrozenGroup = WorkerGroup | WithoutAdapter
-
-
-async def gathered(group: FrozenGroup, method: str, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[Any]:
+async def gathered(group: WorkerGroup, method: str, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[Any]:
     """Call `method` on the ranks; return its result for each sample, in the order of the samples.
 
     The samples are sent to the ranks unchanged (see `shard_sample`).
@@ -217,7 +243,7 @@ async def gathered(group: FrozenGroup, method: str, samples: Sequence[Sample], *
 
 
 async def gathered_and_held(
-    group: FrozenGroup,
+    group: WorkerGroup,
     samples: Sequence[Sample],
     temperature: float,
     held: Sequence[Mapping[str, TargetRef]] = (),
@@ -239,7 +265,7 @@ async def gathered_and_held(
 
 
 def _sharded(
-    group: FrozenGroup, samples: Sequence[Sample], held: Sequence[Mapping[str, TargetRef]] = ()
+    group: WorkerGroup, samples: Sequence[Sample], held: Sequence[Mapping[str, TargetRef]] = ()
 ) -> ShardedBatch:
     sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
     sent = [{name: target.for_ranks() for name, target in by_name.items()} for by_name in held]
@@ -252,8 +278,7 @@ def dead_actor() -> str | None:
     If Ray does not respond, the result is None too.
     """
     try:
-        known = [(actor, name) for group in _GROUPS for actor, name in zip(group.actors, group.names, strict=True)]
-        names = {actor._actor_id.hex(): name for actor, name in known}
+        names = {actor._actor_id.hex(): name for actor, name in _NAMES.items()}
         job = ray.get_runtime_context().get_job_id()
         found = actors(job_id=ray.JobID.from_hex(job), actor_state_name="DEAD") if names else {}
     except Exception:  # Ray is stopping or has lost its GCS, or a group was added concurrently

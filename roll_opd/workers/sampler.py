@@ -14,13 +14,13 @@ from roll_opd.base.failures import RunError
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.inference.plugin import SHARED_MEMORY
-from roll_opd.models.device_phases import NOTHING, SERVING, WEIGHTS, Part, Phase, needs
+from roll_opd.models.device_phases import NOTHING, SERVING, WEIGHTS, Kind, Part, Phase, needs
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description
 from roll_opd.weight_sync.bucket_writer import BucketHost
 from roll_opd.weight_sync.send_weights import WeightSync
 from roll_opd.workers.batched_calls import BatchedCalls, coalesced
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.group import ActorGroup, actor
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class SamplerEngines:
         return self._sampler.engines.actors[self._sampler.engine_of(group)]
 
 
-@ray.remote
+@actor(Kind.ENGINES)
 class RolloutWorker(BucketHost):
     """Ray actor with one inference engine."""
 

@@ -15,7 +15,7 @@ from roll_opd.config.plan import (
     TrainPlan,
 )
 from roll_opd.inference.engine_arguments import DTYPE_NAMES
-from roll_opd.models.device_phases import LEARNING, NOTHING, WEIGHTS, needs
+from roll_opd.models.device_phases import LEARNING, NOTHING, WEIGHTS, Kind, needs
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.engine_columns import engine_metrics, marked
 from roll_opd.objective.mismatch import check_staleness
@@ -24,7 +24,7 @@ from roll_opd.samples.sharding import ROUTER_LOSSES, DPShard, ShardedBatch, shar
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 from roll_opd.weight_sync.bucket_writer import BucketWriter, Written
-from roll_opd.workers.group import Reference, gathered, gathered_and_held
+from roll_opd.workers.group import Reference, actor, gathered, gathered_and_held
 from roll_opd.workers.target_refs import with_targets
 from roll_opd.workers.trained_model import Learner, TrainableRank, Update, optimizer_metrics, total
 
@@ -212,7 +212,7 @@ def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, 
     return shards | {f"router/{name}": total(updates, name) / len(updates) for name in losses}
 
 
-@ray.remote
+@actor(Kind.STUDENT)
 class TrainWorker(TrainableRank, BucketWriter):
     """Rank of the student."""
 
@@ -270,19 +270,13 @@ class TrainWorker(TrainableRank, BucketWriter):
         """
         self._engine.load_teacher_head(name, ray.get(head[0]), logit_cap)
 
-    @needs(WEIGHTS)
-    def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank with the LoRA adapters disabled.
+    def _without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of this rank with the LoRA adapters disabled; see `ActorGroup.without_adapter`.
 
         The method then computes with the initial weights of the student.
         """
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
-
-    @needs(WEIGHTS)
-    def share_without_adapter(self, shard: DPShard, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Do what `without_adapter` does, for a method whose first argument is a shard."""
-        return self.without_adapter(method, shard, *args, **kwargs)
 
     @needs(WEIGHTS)
     def send_weights(

@@ -1,13 +1,19 @@
 """Turns on shared devices: the rules against a loop over devices, and concurrent calls of several roles."""
 
 import asyncio
+import inspect
 import random
 from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from pkgutil import iter_modules
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from ray.actor import ActorClass
 
+from roll_opd import workers
 from roll_opd.base.failures import RunError
 from roll_opd.models.device_phases import (
     ALL,
@@ -24,10 +30,14 @@ from roll_opd.models.device_phases import (
     PhaseMember,
     State,
     held_together,
+    needs,
     needs_of,
 )
-from roll_opd.workers.colocation import PROCESSES, DeviceScheduler
-from roll_opd.workers.group import WorkerGroup
+from roll_opd.workers.colocation import DeviceScheduler
+from roll_opd.workers.critic import CriticWorker
+from roll_opd.workers.frozen_model import FollowingWorker, LogprobWorker
+from roll_opd.workers.group import ActorGroup, actor
+from roll_opd.workers.sampler import RolloutWorker
 from roll_opd.workers.student import TrainWorker
 
 EVERYONE = (
@@ -51,7 +61,7 @@ CALLS = {
 
 
 def needed(name: str, call: str) -> frozenset[Part]:
-    return needs_of(PROCESSES[next(member.kind for member in EVERYONE if member.name == name)], call)
+    return needs_of(next(member.kind for member in EVERYONE if member.name == name), call)
 
 
 def allowed(machine: PhaseMachine, state: State, name: str, call: str) -> bool:
@@ -134,20 +144,63 @@ def test_a_forgotten_phase_is_a_sentence(phase: Phase, name: str, call: str) -> 
         machine.act(state, name, call, needed(name, call))
 
 
-def test_every_method_of_a_role_declares_the_memory_that_it_uses() -> None:
-    """A role has no memory that its kind does not have. A frozen model and a follower have only weights."""
-    for kind, processes in PROCESSES.items():
-        names = [name for name in dir(processes) if not name.startswith("_") and name not in dir(ActorClass)]
-        assert {"setup", "offload", *CALLS[kind]} <= set(names)
-        for name in names:
-            assert needs_of(processes, name) <= ALL[kind], (kind, name)
-    learning = {
-        name for name in dir(TrainWorker) if getattr(getattr(TrainWorker, name), "_device_memory", 0) == LEARNING
+def test_every_actor_of_a_role_declares_the_memory_of_its_methods() -> None:
+    """Each class that Ray can run is declared, and all methods that can be called have a declaration."""
+    room = [import_module(f"roll_opd.workers.{each.name}") for each in iter_modules(workers.__path__)]
+    classes = {
+        value.__ray_metadata__.modified_class
+        for module in room
+        for value in vars(module).values()
+        if isinstance(value, ActorClass)
     }
+    kinds = {RolloutWorker: Kind.ENGINES, TrainWorker: Kind.STUDENT, CriticWorker: Kind.CRITIC}
+    kinds |= {LogprobWorker: Kind.FROZEN, FollowingWorker: Kind.FOLLOWER}
+    on_devices = {actor.__ray_metadata__.modified_class: kind for actor, kind in kinds.items()}
+    assert {one.__name__ for one in classes - on_devices.keys()} == {"RewardWorker", "WorkflowWorker"}  # no device
+    for processes, kind in on_devices.items():
+        names = {name for name, _ in inspect.getmembers(processes, callable) if not name.startswith("_")}
+        assert {"setup", "offload", "onload", *CALLS[kind]} <= names
+        assert all(needs_of(kind, name) <= ALL[kind] for name in names)
+    student = {name for name in dir(TrainWorker.__ray_metadata__.modified_class) if name[0] != "_"}
+    learning = {name for name in student if needs_of(Kind.STUDENT, name) == LEARNING}
     assert learning == {"update", "forward_backward", "optim_step"}
-    assert needs_of(TrainWorker, "save") == needs_of(TrainWorker, "load") == STATE
-    with pytest.raises(PhaseError, match="nonsense does not declare"):
-        needs_of(TrainWorker, "nonsense")
+    assert needs_of(Kind.STUDENT, "save") == needs_of(Kind.STUDENT, "load") == STATE
+    for name in ("nonsense", "_without_adapter", "__init__", "__ray_call__"):  # Ray would call these
+        with pytest.raises(PhaseError, match=f"{name} is no method of a student"):
+            needs_of(Kind.STUDENT, name)
+
+
+class Base:
+    @needs(WEIGHTS)
+    def read(self) -> None: ...
+
+
+class Overriding(Base):
+    def read(self) -> None: ...  # replaces the declared method
+
+
+class Coroutine(Base):
+    async def wait(self) -> None: ...
+
+
+class Static(Base):
+    @staticmethod
+    def seed() -> None: ...
+
+
+class Mixed(Base, SimpleNamespace):
+    run = staticmethod(lambda: None)
+
+
+class Greedy(Base):
+    @needs(LEARNING)
+    def update(self) -> None: ...
+
+
+def test_a_class_with_an_undeclared_method_cannot_become_an_actor() -> None:
+    for wrong, name in (Overriding, "read"), (Coroutine, "wait"), (Static, "seed"), (Mixed, "run"), (Greedy, "update"):
+        with pytest.raises(TypeError, match=f"{wrong.__name__}.{name} does not declare"):
+            actor(Kind.FROZEN)(wrong)
 
 
 def test_what_is_there_at_once() -> None:
@@ -160,43 +213,44 @@ def test_what_is_there_at_once() -> None:
     assert not any(len(held) > 1 for phase, held in found if phase not in TOGETHER)
 
 
-class Processes:
-    """Processes of a role, which report calls that need memory that they do not hold."""
+class Process:
+    """Actor of a role, which reports calls that need memory that it does not hold."""
 
-    def __init__(self, member: PhaseMember, everyone: dict[str, "Processes"]) -> None:
+    def __init__(self, member: PhaseMember, everyone: dict[str, "Process"]) -> None:
         self.member, self.parts, self.at_work, self.everyone = member, set(ALL[member.kind]), 0, everyone
         self.asked: list[str] = []
         everyone[member.name] = self
 
-    async def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=partial(self._run, method))
+
+    async def _run(self, method: str, *args: Any, **_: Any) -> str:
         if method in ("offload", "onload"):
             assert not self.at_work
             parts = set(args[0])
             assert parts <= self.parts if method == "offload" else not parts & self.parts
             self.parts = self.parts - parts if method == "offload" else self.parts | parts
-            return []
+            return method
         for other in self.everyone.values():
             assert not (self.member.meets(other.member) and other.parts), (method, other.member.name, other.parts)
         self.asked.append(method)
         self.at_work += 1
         await asyncio.sleep(0.001)
         self.at_work -= 1
-        assert needed(self.member.name, method) <= self.parts
-        return [method]
+        assert needed(self.member.name, args[0] if method == "_without_adapter" else method) <= self.parts
+        return method
 
 
 @pytest.fixture
-def opened() -> Iterator[tuple[DeviceScheduler, dict[str, Processes], dict[str, Any]]]:
-    everyone: dict[str, Processes] = {}
+def opened() -> Iterator[tuple[DeviceScheduler, dict[str, Process], dict[str, ActorGroup]]]:
+    everyone: dict[str, Process] = {}
     turns = DeviceScheduler(EVERYONE).everywhere()
-    groups = {
-        member.name: turns.join(member.name, cast(WorkerGroup, Processes(member, everyone))) for member in EVERYONE
-    }
+    groups = {one.name: turns.join(one.name, ActorGroup([cast(Any, Process(one, everyone))])) for one in EVERYONE}
     yield turns, everyone, groups
 
 
 def test_calls_at_once_wait_for_each_other(
-    opened: tuple[DeviceScheduler, dict[str, Processes], dict[str, Any]],
+    opened: tuple[DeviceScheduler, dict[str, Process], dict[str, ActorGroup]],
 ) -> None:
     turns, everyone, groups = opened
 
@@ -214,7 +268,7 @@ def test_calls_at_once_wait_for_each_other(
 
 
 def test_a_call_in_the_wrong_phase_asks_nobody(
-    opened: tuple[DeviceScheduler, dict[str, Processes], dict[str, Any]],
+    opened: tuple[DeviceScheduler, dict[str, Process], dict[str, ActorGroup]],
 ) -> None:
     turns, everyone, groups = opened
 
@@ -225,15 +279,19 @@ def test_a_call_in_the_wrong_phase_asks_nobody(
         await groups["student"].call("compute_logprobs")
         with pytest.raises(RunError, match="engines cannot generate"):
             await turns.enter(Phase.GENERATE)
-        with pytest.raises(RunError, match="student: save was called"):  # through its adapter's base, too
-            await groups["student"].call("without_adapter", "save")
+        base = groups["student"].without_adapter()
+        with pytest.raises(RunError, match="student: save was called"):
+            await base.call("save")
+        await base.call("compute_logprobs")
+        await base.ask(0, "compute_logprobs")
+        base.end()  # does not end the student
 
     asyncio.run(go())
-    assert everyone["student"].asked == ["compute_logprobs"]
+    assert everyone["student"].asked == ["compute_logprobs", "_without_adapter", "_without_adapter"]
 
 
 def test_who_shares_nothing_is_asked_straight_away() -> None:
-    group = Processes(EVERYONE[0], {})
+    group = ActorGroup([cast(Any, Process(EVERYONE[0], {}))])
     turns = DeviceScheduler()
     assert turns.join("student", group) is group
     asyncio.run(turns.enter(Phase.GENERATE))
