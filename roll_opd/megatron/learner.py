@@ -99,18 +99,6 @@ class MegatronLearner(MegatronEngine):
         config.grad_scale_func = self.optimizer.scale_loss
         self._losses: list[Tensor] = []  # losses of the micro-batches whose gradients are accumulated
 
-    def _update(
-        self,
-        samples: Sequence[Sample],
-        loss: LossFunction,
-        temperature: float,
-        group_size: int = 1,
-        assigned: list[list[int]] | None = None,
-    ) -> Update:
-        """Make one optimizer update from a mini-batch. Collective. See `_add_gradient` for the arguments."""
-        self.discard_gradient()
-        return self._apply(self._add_gradient(samples, loss, temperature, group_size, assigned))
-
     def discard_gradient(self) -> None:
         """Discard the accumulated gradient. Collective. The next gradient starts from zero."""
         self._wait_for_gradient()

@@ -68,9 +68,10 @@ class MegatronTrainer(MegatronLearner):
 
         Tokens of demonstrations are included only in `weighted_loss`, `policy_loss` and the last two sums.
         """
+        self.discard_gradient()
         loss = self._loss(objective, step)
-        done = self._update(samples, loss, temperature, 2 if objective.paired else 1, assigned)
-        return _result(done)
+        added = self._add_gradient(samples, loss, temperature, 2 if objective.paired else 1, assigned)
+        return _result(self._apply(added))
 
     def forward_backward(
         self,

@@ -122,8 +122,9 @@ class MegatronCritic(MegatronLearner):
         - `tokens`, `values`, `squared_error`: number of action tokens, and the sums of their values and squared errors.
         - `clipped`: number of action tokens whose clipped error is larger than their unclipped error.
         """
+        self.discard_gradient()
         loss = partial(_loss, clip=self.plan.value_clip)
-        done = self._update(samples, loss, 1.0, assigned=assigned)
+        done = self._apply(self._add_gradient(samples, loss, 1.0, assigned=assigned))
         return TrainResult(done.sums, {}, done.grad_norm, done.learning_rate, done.applied)
 
 

@@ -88,7 +88,12 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
             samples, kl_coef = with_advantages(samples, plan, kl_coef, rewarded=not plan.rewards_are_monitored)
             if plan.demonstrations:
                 samples = mixed(samples, batch.demonstration_samples, plan.demonstrations.updates)
-            samples, metrics = await _learn(samples, run, workers, step)
+            metrics = {LEARNED_TOKENS: 0.0}
+            with clock.phase("train"), run.progress.showing(*workers.updates):
+                if any(sample.is_learned_from for sample in samples):  # otherwise the update is skipped, as in ROLL
+                    samples, metrics = await workers.learn(plan, samples, step)
+                release(samples)
+            samples = with_total_advantages(samples, plan.teachers, plan.objective)
             engine_check.after(metrics, step)
             await rollouts.settle()
             finished = rollouts.finished_groups()
@@ -273,25 +278,6 @@ def with_advantages(
     if objective.correction:
         samples = corrected(samples, plan.teachers, objective)
     return samples, kl_coef
-
-
-async def _learn(
-    samples: list[Sample], run: Run, workers: RunWorkers, step: int
-) -> tuple[list[Sample], dict[str, float]]:
-    """Update student and critic. Return (samples, metrics).
-
-    The samples have old log-probs and the advantages of the update. The metrics are those of the updates.
-    """
-    plan = run.plan
-    student_learns = step > (plan.critic.critic_warmup if plan.critic else 0)
-    learned = sum(sample.learned_tokens for sample in samples) if student_learns else 0
-    metrics: dict[str, float] = {}
-    with run.clock.phase("train"), run.progress.showing(*workers.updates):
-        if any(sample.is_learned_from for sample in samples):  # otherwise the update is skipped, as in ROLL
-            samples, metrics = await workers.learn(plan, samples, step, student_learns=student_learns)
-        release(samples)
-    samples = with_total_advantages(samples, plan.teachers, plan.objective)
-    return samples, metrics | {LEARNED_TOKENS: float(learned)}
 
 
 def sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:

@@ -15,6 +15,7 @@ from roll_opd.samples.sample import Sample, present
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scoring import Scorers, Teacher, check_targets
 from roll_opd.tracking.console import Count
+from roll_opd.tracking.summary import LEARNED_TOKENS
 from roll_opd.weight_sync.send_weights import stream
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic
@@ -42,27 +43,26 @@ class RunWorkers:
     teachers_measured: "asyncio.Future[None] | None" = None
     validation_sampler: Sampler | None = None  # engines that are reserved for validation
 
-    async def learn(
-        self, plan: RunPlan, samples: list[Sample], step: int, *, student_learns: bool = True
-    ) -> tuple[list[Sample], dict[str, float]]:
-        """Update student and critic. Return the result of `Student.learn`, with the metrics of the critic added.
+    async def learn(self, plan: RunPlan, samples: list[Sample], step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Update student and critic. Return (samples, metrics): the samples have old log-probs.
 
-        The two are updated concurrently, unless they share devices. If `student_learns` is False, only the critic is
+        The two are updated concurrently, unless they share devices. In the steps of `critic_warmup`, only the critic is
         updated.
         """
-        if self.critic and not student_learns:
-            await self.turns.enter(Phase.TRAIN)
-            return samples, await self.critic.learn(samples)
-        temperature = plan.rollout.sampling.temperature if plan.rollout else 1.0
         await self.turns.enter(Phase.TRAIN)
+        if self.critic and plan.critic and step <= plan.critic.critic_warmup:
+            return samples, await self.critic.learn(samples) | {LEARNED_TOKENS: 0.0}
+        temperature = plan.rollout.sampling.temperature if plan.rollout else 1.0
         student = self.student.learn(samples, plan.teachers, plan.objective, temperature, step)
+        tokens = {LEARNED_TOKENS: float(sum(sample.learned_tokens for sample in samples))}
         if self.critic is None:
-            return await student
+            learned, metrics = await student
+            return learned, metrics | tokens
         if self.turns.share(self.student.plan.name, self.critic.plan.name):  # else each update would swap the models
             learned, metrics = await student
-            return learned, metrics | await self.critic.learn(samples)
+            return learned, metrics | await self.critic.learn(samples) | tokens
         (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(samples))
-        return learned, metrics | of_critic
+        return learned, metrics | of_critic | tokens
 
     async def learn_supervised(
         self, plan: RunPlan, samples: Sequence[Sample], step: int

@@ -52,7 +52,8 @@ class Critic(Learner):
         for _ in range(self.plan.critic_epochs):
             for start in range(0, len(experiences), size):
                 batch = experiences[start : start + size]
-                update, _ = await self._update("update", self._shards(batch))
+                shards = self._shards(batch)
+                update, _ = self._counted(shards, await self.group.scatter("update", shards))
                 updates.append(update)
                 self._check_applied(updates[-1], batch)
         return _update_metrics(updates) | value_metrics(experiences)

@@ -1,6 +1,6 @@
 """The student, as the driver sees it: log-probs, top-k tokens, and the updates of a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.engine_columns import engine_metrics, marked
 from roll_opd.objective.mismatch import check_staleness
 from roll_opd.samples.sample import Sample, TargetRef, shard_sample, with_columns
-from roll_opd.samples.sharding import ROUTER_LOSSES, DPShard, ShardedBatch, shard_batch
+from roll_opd.samples.sharding import ROUTER_LOSSES, DPShard, ShardedBatch, TrainResult, shard_batch
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 from roll_opd.weight_sync.bucket_writer import BucketWriter, Written
@@ -91,7 +91,8 @@ class Student(Learner):
                 if objective.engine_check and not updates:  # later updates have other weights than the samples
                     read = marked(batch, step - 1, objective.engine_check)
                 shards = self._shards(read, teachers, objective)
-                update, columns = await self._update("update", shards, objective, temperature, step)
+                results = await self.group.scatter("update", shards, objective, temperature, step)
+                update, columns = self._counted(shards, results)
                 updates.append(update)
                 learned[start : start + size] = _with_results(batch, columns)
                 self._check_applied(update, learned[start : start + size])
@@ -112,7 +113,8 @@ class Student(Learner):
         check_staleness(samples, step - 1, 0, objective.max_age)
         read = marked(samples, step - 1, objective.engine_check) if objective.engine_check else samples
         shards = self._shards(read, teachers, objective)
-        update, columns = await self._update("forward_backward", shards, objective, temperature, step)
+        results = await self.group.scatter("forward_backward", shards, objective, temperature, step)
+        update, columns = self._counted(shards, results)
         return _with_results(samples, columns), _loss_metrics([update]) | _engine_metrics(update)
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
@@ -231,7 +233,9 @@ class TrainWorker(TrainableRank, BucketWriter):
         The result contains log-probs only for demonstrations and for samples that have no old log-probs, and the
         advantages of all samples.
         """
-        return self._with_gradient(self._engine.update, shard, objective, temperature, step)
+        samples = self._with_targets(shard)
+        result = self._engine.update(samples, objective, temperature, step, assigned=shard.micro_batches)
+        return _with_new_columns(result, samples)
 
     @needs(LEARNING)
     def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
@@ -239,18 +243,12 @@ class TrainWorker(TrainableRank, BucketWriter):
 
         The result is that of `update`.
         """
-        return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
+        samples = self._with_targets(shard)
+        result = self._engine.forward_backward(samples, objective, temperature, step, assigned=shard.micro_batches)
+        return _with_new_columns(result, samples)
 
-    def _with_gradient(self, method: Callable[..., Any], shard: DPShard, *args: Any) -> Compact:
-        samples = with_targets(shard.samples, self._opened(shard)) if shard.held else shard.samples
-        result = method(samples, *args, assigned=shard.micro_batches)
-        columns = {
-            number: {
-                name: array for name, array in found.items() if name != "old_logprobs" or _lacks_old(samples[number])
-            }
-            for number, found in result.columns.items()
-        }
-        return Compact(replace(result, columns=columns))
+    def _with_targets(self, shard: DPShard) -> Sequence[Sample]:
+        return with_targets(shard.samples, self._opened(shard)) if shard.held else shard.samples
 
     @needs(LEARNING)
     def optim_step(self, learning_rate: float | None) -> Any:
@@ -295,6 +293,15 @@ class TrainWorker(TrainableRank, BucketWriter):
         from roll_opd.megatron.export import weight_buckets
 
         return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]])
+
+
+def _with_new_columns(result: TrainResult, samples: Sequence[Sample]) -> Compact:
+    """Return a result without the log-probs of samples that have old log-probs."""
+    columns = {
+        number: {name: array for name, array in found.items() if name != "old_logprobs" or _lacks_old(samples[number])}
+        for number, found in result.columns.items()
+    }
+    return Compact(replace(result, columns=columns))
 
 
 def _lacks_old(sample: Sample) -> bool:

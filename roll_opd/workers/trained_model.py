@@ -64,14 +64,14 @@ class Learner:
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.group.packing.assign(sequences, self.plan.train_limits, group_size)
 
-    async def _update(
-        self, method: str, sharded: ShardedBatch, *args: Any
+    def _counted(
+        self, sharded: ShardedBatch, results: Sequence[tuple[int, TrainResult]]
     ) -> tuple[list[TrainResult], dict[int, dict[str, np.ndarray]]]:
-        """Make one optimizer update from a mini-batch.
+        """Count an update. Return (results, columns): the new columns of each sample by its number.
 
-        Return (results, columns): the result of each rank, and the new columns of each sample by its number.
+        Args:
+            results: (data-parallel rank, result) of each rank.
         """
-        results: list[tuple[int, TrainResult]] = await self.group.scatter(method, sharded, *args)
         self.updates.one()
         return [result for _, result in results], sharded.merged((rank, result.columns) for rank, result in results)
 
