@@ -335,7 +335,7 @@ def _check_pure(top: Top) -> None:
 def _given(top: Top, key: str) -> object:
     """Return the value of a key that the user or the algorithm has set, or None if the key is not set."""
     value = getattr(top, key)
-    return value if key in top.written or value != getattr(Top, key) else None
+    return value if key in top.written or value != getattr(Top, key, {}) else None  # a default may be an empty mapping
 
 
 def _check_distillation(top: Top) -> None:
