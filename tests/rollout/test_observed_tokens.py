@@ -130,15 +130,16 @@ def worked_on(
     experiences: list[Sample], objective: ObjectivePlan, teachers: list[TeacherPlan]
 ) -> tuple[list[Sample], dict[str, float]]:
     """Return the samples that the driver makes from a step's experiences, and its metrics."""
+    if not teachers:
+        experiences = [one.with_columns(**dict.fromkeys(teacher_columns(one.teacher_logprobs))) for one in experiences]
     experiences = masked(experiences, objective, SamplingPlan(max_new_tokens=8))
     experiences = external_advantages(experiences, objective, 0.1, taught=bool(teachers))
     *_, kl_coef = kl_coefs(experiences, objective, 0.1)
     if objective.correction:
         experiences = corrected(experiences, teachers, objective)
     metrics = train_infer_metrics(experiences) | opd_metrics(experiences) | reward_metrics(experiences)
-    metrics |= mask_metrics(experiences) | advantage_metrics(
-        with_total_advantages(experiences, teachers, objective), objective
-    )
+    experiences = with_total_advantages(experiences, teachers, objective)
+    metrics |= mask_metrics(experiences) | advantage_metrics(experiences, objective)
     return experiences, metrics | {"kl_coef": kl_coef}
 
 

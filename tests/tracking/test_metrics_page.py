@@ -104,7 +104,7 @@ def written(path: Path) -> Iterator[str]:
 
 
 def sources() -> set[str]:
-    rooms = ("pipelines", "rollout", "objective", "teachers", "tracking", "roles", "actors")
+    rooms = ("pipelines", "rollout", "objective", "teachers", "tracking", "workers")
     return {name for room in rooms for path in (ROOT / "roll_opd" / room).rglob("*.py") for name in written(path)}
 
 
