@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
@@ -45,6 +46,17 @@ def also_resolving_in(directory: Path) -> Iterator[None]:
         yield
     finally:
         _beside.reset(token)
+
+
+def report_temp_directory() -> None:
+    """Print a warning if TMPDIR is set and cannot be used. Python then uses another directory without a message."""
+    given, used = os.environ.get("TMPDIR"), tempfile.gettempdir()
+    if given and os.path.abspath(given) != used:
+        can_be_written = os.access(given, os.W_OK | os.X_OK)
+        why = ("is full" if can_be_written else "cannot be written") if os.path.isdir(given) else "is not a directory"
+        print(
+            f"TMPDIR: {given} {why}, so temporary files are in {used}; set TMPDIR to another directory", file=sys.stderr
+        )
 
 
 def plain_path(path: str) -> str:

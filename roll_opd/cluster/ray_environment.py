@@ -105,9 +105,7 @@ def run_temp_directory(reaper: Reaper) -> Iterator[None]:
     a path that is too long, Ray uses a link in the new directory. Raises RunError if there is no directory for this.
     `reaper` removes the directory after the end of this process.
     """
-    outer = os.path.abspath(os.environ.get("TMPDIR") or FALLBACK)
-    if not os.access(outer, os.W_OK | os.X_OK):
-        outer = tempfile.gettempdir()
+    outer = tempfile.gettempdir()  # TMPDIR, if it can be used
     parent = _parent_of_sessions(outer)
     is_long = len(os.path.join(outer, "roll_opd-12345678")) > MAX_LENGTH or len(parent) > MAX_RAY_LENGTH
     if is_long and not os.access(FALLBACK, os.W_OK | os.X_OK):

@@ -32,6 +32,7 @@ from roll_opd.base.command_line import (
 from roll_opd.base.failures import os_sentence, print_unexpected
 from roll_opd.base.installed import refuse_shadowing_files
 from roll_opd.base.interpreter import REMEDY, lacking
+from roll_opd.base.paths import report_temp_directory
 from roll_opd.commands import demo, serve_teacher
 
 
@@ -246,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
     if parsed.command not in WITHOUT_ENGINES:
         refuse_shadowing_files()
+        report_temp_directory()
     try:
         with without_collections():
             return COMMANDS[parsed.command].run(parsed)

@@ -44,7 +44,7 @@ from roll_opd.base.failures import (
 )
 from roll_opd.base.full_disk import FULL, DiskFull, reason
 from roll_opd.base.installed import refuse_shadowing_files
-from roll_opd.base.paths import use_cache_of_compilers
+from roll_opd.base.paths import report_temp_directory, use_cache_of_compilers
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server, wanted_by
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
@@ -100,6 +100,8 @@ def main(
     is_open = pure is None and pipeline is None
     add_config_arguments(parser, takes_pipeline=is_open)
     refuse_shadowing_files()
+    if not is_open:  # a launcher; `roll-opd` has reported it
+        report_temp_directory()
     if arguments is None:
         use_utf8()
     parsed = parser.parse_intermixed_args(arguments)

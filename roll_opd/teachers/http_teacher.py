@@ -206,7 +206,7 @@ class HttpScorer:
             Question(tokens, length, wanted.topk or 0, ids[n] if ids else None)
             for n, (tokens, length) in enumerate(sequences)
         ]
-        replies = await self._all_answers(questions)
+        replies = await self._all_answers(questions, wanted.computed)
         return [_as_answer(*one, wanted) for one in zip(questions, replies, strict=True)]
 
     async def ask(self, question: Question, replica: int | None = None) -> Reply:
@@ -260,10 +260,14 @@ class HttpScorer:
         if self._cache:
             self._cache.close()
 
-    async def _all_answers(self, questions: Sequence[Question]) -> list[Reply]:
-        """Return the answers, from the cache or from the server. If one request fails, the others are cancelled."""
+    async def _all_answers(self, questions: Sequence[Question], computed: bool) -> list[Reply]:
+        """Return the answers, from the cache or from the server. If one request fails, the others are cancelled.
+
+        Args:
+            computed: whether all answers come from the server.
+        """
         keys = [self._key(question) for question in questions]
-        found = {n: reply for n, key in enumerate(keys) if (reply := self._cached(key))}
+        found = {n: reply for n, key in enumerate(keys) if not computed and (reply := self._cached(key))}
         self.bill.cached_tokens += sum(len(questions[n].tokens) for n in found)
         missing = [n for n in range(len(questions)) if n not in found]
         self._answered = time.monotonic()

@@ -34,6 +34,7 @@ class Wanted:
     vocab_size: int | None = None  # targets are normalised over the token ids below this; None: over all ids
     plain: bool = False  # also return the log-probs of the top-k at temperature 1
     fetched: bool = False  # return arrays instead of a reference to them
+    computed: bool = False  # compute the answer, even if one is stored
 
     @property
     def target(self) -> Target | None:

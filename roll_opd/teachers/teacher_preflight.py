@@ -107,7 +107,7 @@ class TeacherPreflight:
         by_teacher = await teacher.score(scored, temperature, replace(wanted, plain=wanted.topk is not None))
         wanted = teacher.view.wants(wanted)
         repeated = [teacher.view.reads(e) for e in scored[:REPEATED]]
-        again = await scorer.score(repeated, temperature, wanted)
+        again = await scorer.score(repeated, temperature, replace(wanted, computed=True))
         altered = changes([tokens for tokens, _ in repeated])
         rewritten = [(change.tokens, length) for change, (_, length) in zip(altered, repeated, strict=True)]
         read_altered = await scorer.score(rewritten, temperature, wanted)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from roll_opd.base.failures import RunError
+from roll_opd.base.paths import report_temp_directory
 from roll_opd.cluster.ray_environment import MAX_LENGTH, MAX_RAY_LENGTH, run_temp_directory, socket_parent
 
 
@@ -42,6 +43,18 @@ def test_a_directory_of_the_run(place: str, tmp_path: Path, monkeypatch: pytest.
     assert place == "missing" or outer.is_dir()
     assert os.environ["TMPDIR"] == str(outer) and "RAY_TMPDIR" not in os.environ
     assert Path(tempfile.gettempdir()).is_dir()
+
+
+def test_a_tmpdir_that_is_not_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place, is_named in ((tmp_path, False), (tmp_path / "missing", True), (tmp_path / "file", True)):
+        monkeypatch.setenv("TMPDIR", str(place))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        report_temp_directory()
+        said = capsys.readouterr().err
+        assert (str(place) in said and tempfile.gettempdir() in said) == is_named
 
 
 def test_a_directory_of_ray_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

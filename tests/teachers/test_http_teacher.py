@@ -218,6 +218,8 @@ def test_a_resumed_run_reads_answers_from_the_cache_and_others_from_the_server(u
     tokens, length = SEQUENCES[3]
     (other,) = asyncio.run(again.score([(tokens, length + 1)], 1.0))  # another request
     assert len(other.logprobs) == len(tokens) - length - 1 and len(asked(url, "/seen")) == len(SEQUENCES) + 1
+    asyncio.run(again.score([(tokens, length + 1)], 1.0, Wanted(computed=True)))  # not from the cache
+    assert len(asked(url, "/seen")) == len(SEQUENCES) + 2
     again.end()
 
 
