@@ -21,6 +21,7 @@ SAMPLED_BY = "sampled_by"  # column: `CURRENT` or `OLDER` at tested tokens, 0 at
 ENGINE_LOGPROBS = "engine_logprobs"  # column: the engine's log-probs, 0 at tokens that are not tested; f32 [T-P]
 TESTED_TOKENS = 4096  # maximum tested tokens of a step: more would cost time, and hardly any error needs more
 METRICS = "rollout/engine/"
+COMPARED = ("compared", "difference", "root_mean_square")  # metrics of a comparison of log-probs
 PREFIX = "engine_"  # of the sums of a `TrainResult`
 
 
@@ -92,6 +93,11 @@ def engine_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     own = {name.removeprefix(PREFIX): value for name, value in sums.items() if name.startswith(PREFIX)}
     found = EngineEvidence.of(own)
     return {f"rollout/engine/{name}": value for name, value in asdict(found).items()} if found else {}
+
+
+def compared_metrics(evidence: EngineEvidence) -> dict[str, float]:
+    """Return the metrics `rollout/engine/*` of a comparison of log-probs."""
+    return {METRICS + name: value for name, value in asdict(evidence).items() if name in COMPARED}
 
 
 def evidence_in(metrics: Mapping[str, float]) -> EngineEvidence | None:

@@ -4,19 +4,24 @@ The preflight tests samples of the first step before the first update. Each late
 update in the forward pass of this update.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.engine_options import CHECKED_OPTIONS
-from roll_opd.objective.engine_columns import evidence_in, evidence_of, marked
-from roll_opd.objective.engine_evidence import DIFFERENCE, FALSE_ALARMS, EngineEvidence
+from roll_opd.objective.engine_columns import compared_metrics, evidence_in, evidence_of, marked
+from roll_opd.objective.engine_evidence import DIFFERENCE, FALSE_ALARMS, ROOT_MEAN_SQUARE, EngineEvidence
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check
+from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.student import Student
 
+PROBES, PROBE_TOKENS = 4, 64  # samples and response tokens of each that `after_update` compares
 PREFLIGHT_TOKENS = 4096  # maximum response tokens of the samples that the preflight tests
 FOREIGN = "drawn from the student"
 DIFFERS = "log-probs of the engine"
@@ -45,6 +50,7 @@ class EngineCheck:
         self._settings = plan.objective.engine_check
         self._tests = 0
         self._is_due = self._settings is not None  # whether the preflight is still to come
+        self._has_compared = True  # whether log-probs of the last step's samples were compared
         self._warned: set[str] = set()
 
     async def preflight(self, samples: Sequence[Sample], temperature: float, version: int) -> None:
@@ -75,6 +81,37 @@ class EngineCheck:
         evidence = evidence_in(metrics)
         if evidence is not None:
             self._act(self._faults(evidence), f"the samples of step {step}")
+        self._has_compared = evidence is None or evidence.compared > 0
+
+    async def after_update(self, samples: Sequence[Sample], sampler: Sampler, version: int) -> dict[str, float]:
+        """Compare the engines' log-probs of some samples with the student's, after engines have received its weights.
+
+        Returns the metrics `rollout/engine/*` of the comparison. Nothing is compared, and the result is empty, if
+        `after` has compared tokens of the last step: then the next step will have such tokens, too.
+
+        Raises RunError if the log-probs differ and this ends the run.
+
+        Args:
+            version: version of the weights.
+        """
+        if not self._settings or self._settings.is_corrected or self._has_compared:
+            return {}
+        longer = [sample for sample in samples if sample.response_length > 1]
+        probes = [_probe(sample) for sample in sorted(longer, key=lambda sample: sample.prompt_length)[:PROBES]]
+        if not probes:
+            return {}
+        of_engines, of_student = await asyncio.gather(
+            asyncio.gather(*[sampler.prompt_logprobs(probe.tokens.tolist()) for probe in probes]),
+            self._student.compute_logprobs(probes),
+        )
+        apart = [
+            values[probe.prompt_length - 1 :] - own
+            for probe, own, found in zip(probes, of_student, of_engines, strict=True)
+            for values in found
+        ]
+        evidence = EngineEvidence.of_differences(np.concatenate(apart))
+        self._act(self._differences(evidence), f"the log-probs after the update to version {version}")
+        return compared_metrics(evidence)
 
     def _faults(self, evidence: EngineEvidence) -> dict[str, str]:
         """Return the meaning of each test that fails, by the name of its row."""
@@ -87,10 +124,15 @@ class EngineCheck:
                 f" {evidence.z:.3g} over {evidence.tokens:.0f} tokens; a student's own samples reach this evidence in"
                 f" less than {FALSE_ALARMS:g} of all runs)"
             )
+        return found | self._differences(evidence)
+
+    def _differences(self, evidence: EngineEvidence) -> dict[str, str]:
+        dtype, found = self._student.plan.model.dtype, {}
         if evidence.differs(dtype):
             found[DIFFERS] = (
-                f"log-probs of engine and student differ by {evidence.difference:.3g} nats per token on average, more"
-                f" than the {DIFFERENCE[dtype]:g} of {dtype}, for the same tokens and weights"
+                f"log-probs of engine and student differ by {evidence.difference:.3g} nats per token on average (root"
+                f" mean square: {evidence.root_mean_square:.3g}) for the same tokens and weights; in {dtype} they may"
+                f" differ by {DIFFERENCE[dtype]:g} ({ROOT_MEAN_SQUARE[dtype]:g})"
             )
         return found
 
@@ -130,6 +172,12 @@ def _first(samples: Sequence[Sample]) -> list[Sample]:
     """Return samples, evenly spread over the step, with at most about `PREFLIGHT_TOKENS` response tokens."""
     stride = max(1, math.ceil(sum(sample.response_length for sample in samples) / PREFLIGHT_TOKENS))
     return list(samples[::stride])
+
+
+def _probe(sample: Sample) -> Sample:
+    """Return the prompt and the first `PROBE_TOKENS` response tokens; an engine must be able to add another token."""
+    length = min(sample.prompt_length + PROBE_TOKENS, len(sample.tokens) - 1)
+    return Sample(sample.tokens[:length], sample.prompt_length)
 
 
 def _rows(evidence: EngineEvidence, found: Mapping[str, str]) -> list[Check]:

@@ -50,6 +50,10 @@ class Sampler:
         """Return the index of the engine of a group. Groups are distributed round-robin."""
         return group % len(self.engines.actors)
 
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> list[np.ndarray]:
+        """Return the log-probs of all tokens except the first in each engine, f32 [T-1], at temperature 1."""
+        return await self.engines.call("prompt_logprobs", list(tokens))
+
     @asynccontextmanager
     async def session(self, chunk: int | None = None) -> AsyncIterator["SamplingSession"]:
         """Open a session for the `with` block. When the block ends, running requests are aborted."""

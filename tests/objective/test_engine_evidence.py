@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from roll_opd.objective.engine_evidence import (
     CURRENT,
+    DIFFERENCE,
     LAMBDAS,
     OLDER,
     EngineEvidence,
@@ -78,7 +80,7 @@ def test_sums_are_those_of_the_formulas() -> None:
     sampled_M = drawn(engine_MV, 5)
     reported_M, marks = picked(engine_MV, sampled_M), [CURRENT if number % 3 else OLDER for number in range(30)]
     sums = sampling_sums(moments(student_MV, sampled_M), reported_M, torch.tensor(marks))
-    surprise = variance = apart = 0.0
+    surprise = variance = apart = square = 0.0
     for row, token, reported, mark in zip(
         student_MV.tolist(), sampled_M.tolist(), reported_M.tolist(), marks, strict=True
     ):
@@ -86,11 +88,13 @@ def test_sums_are_those_of_the_formulas() -> None:
         weight = 1 if mark == CURRENT else math.exp(row[token] - reported)
         surprise += weight * (row[token] - mean)
         spread = sum(math.exp(f) * (f - mean) ** 2 for f in row)
-        variance += spread if mark == CURRENT else (weight * (row[token] - mean)) ** 2
+        variance += spread if mark == CURRENT else max(spread, (weight * (row[token] - mean)) ** 2)
         apart += abs(row[token] - reported) if mark == CURRENT else 0
+        square += (row[token] - reported) ** 2 if mark == CURRENT else 0
     assert float(sums["surprise"]) == pytest.approx(surprise)
     assert float(sums["variance"]) == pytest.approx(variance)
     assert float(sums["apart"]) == pytest.approx(apart)
+    assert float(sums["apart_square"]) == pytest.approx(square)
     assert (float(sums["tokens"]), float(sums["compared"])) == (30, marks.count(CURRENT))
 
 
@@ -151,6 +155,17 @@ def test_declared_truncation_is_no_fault() -> None:
     given = moments(student_MV, sampled_M, kept_MV), picked(engine_MV, sampled_M), torch.full((4000,), CURRENT)
     found = EngineEvidence.of({name: float(value) for name, value in sampling_sums(*given).items()})
     assert found and not found.is_foreign(1, "fp32") and not found.differs("fp32") and abs(found.z) < 4
+
+
+def test_an_error_of_few_tokens_is_a_difference() -> None:
+    """Here the mean is below its bound, as with a top-p that hardly any token notices."""
+    apart_M = np.zeros(4000, np.float32)
+    apart_M[::200] = 0.1
+    found = EngineEvidence.of_differences(apart_M)
+    assert found.compared == 4000 and found.difference == pytest.approx(5e-4) < DIFFERENCE["fp32"]
+    assert found.root_mean_square == pytest.approx(0.1 / 200**0.5) and found.differs("fp32")
+    assert not EngineEvidence.of_differences(apart_M / 100).differs("fp32")
+    assert EngineEvidence.of_differences(apart_M * np.nan).differs("bf16")
 
 
 def test_without_tokens_there_is_no_evidence() -> None:

@@ -16,10 +16,24 @@ CALLS = {
     "logprobs": 2,
     "reward": 1,
     "forward_backward": 6,
+    "reinforce": 2,
     "optim_step": 2,
     "update": 3,
     "save": 1,
     "load": 1,
+}
+# objective, adapter or teacher -> settings beside those of a session with sampled tokens
+VARIANTS = {
+    "sampled": (),
+    "topk": ("opd_objective=topk", "opd_topk=4"),
+    "topk of the student": ("opd_objective=topk", "opd_topk=4", "opd_topk_source=student"),
+    "full": ("opd_objective=full",),
+    "lora": ("+student_train.model_args.lora_target=all-linear", "+student_train.model_args.lora_rank=4"),
+    "follower": (
+        "teacher.model_args.model_name_or_path=examples/demo/models/student",
+        "+teacher.hint='{ground_truth}'",
+        "+teacher.follows_student={ema_decay: 0.75}",
+    ),
 }
 DISCARDED = "sampler.update first"  # end of the error of engines without weights
 
@@ -63,6 +77,10 @@ class Caller:
 
     def _forward_backward(self) -> Any:
         return self._session.student.forward_backward(self.batch)
+
+    def _reinforce(self) -> Any:
+        rewarded = self.batch.with_rewards(float(len(text) % 3) for text in self.batch.texts)
+        return self._session.student.forward_backward(rewarded, adv_estimator="reinforce")
 
     def _optim_step(self) -> Any:
         return self._session.student.optim_step()

@@ -1,0 +1,287 @@
+"""Runs in which a service is down or hangs for a while: a program, not a test.
+
+    python tests/pipelines/outages.py PLACE JSON [--seconds N]
+
+The roles start once, and each run is a complete run in which the service ends (SIGKILL) or stops (SIGSTOP) after the
+first step, and returns later. Each run adds a row to JSON; runs that it contains already are left out.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from runs import REPOSITORY, SPREAD, newest_run
+from stage import PURE, TEACHER, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
+
+from roll_opd.base.failures import RunError
+from roll_opd.cluster import runtime
+from roll_opd.cluster.forkserver.forkserver_start import fork_server
+from roll_opd.config.plan import RunPlan, TeacherPlan
+from roll_opd.pipelines.start_teachers import external_scorer
+from roll_opd.planner.build import load_plan
+from roll_opd.teachers.frozen_models import Teacher
+from roll_opd.teachers.view_of_teacher import view_of
+from roll_opd.tracking.ledger import audit
+from roll_opd.tracking.run_directory import read_jsonl
+
+STEPS, PROMPTS, GROUP = 5, 8, 4
+SHORT = (
+    f"max_steps={STEPS}",
+    f"rollout_batch_size={PROMPTS}",
+    f"num_return_sequences_in_group={GROUP}",
+    "validation=null",
+    "eval_steps=0",
+    "save_steps=0",
+    "teacher_preflight=false",
+)
+AHEAD = ("async_generation_ratio=1", "train_infer_correction={is_weight: {enabled: true}}")
+WORKFLOW = """
+import asyncio
+import json
+import os
+import urllib.request
+
+from roll_opd.workflows import WORKFLOWS, Experience, Workflow
+
+
+@WORKFLOWS.register_module("asks_a_service")
+class AsksAService(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        (response,) = await self.model.chat_async(json.loads(self.task.raw_task["messages"]))
+        body = json.dumps({"samples": [response.response_text]}).encode()
+        request = urllib.request.Request("ADDRESS/score", body, {"Content-Type": "application/json"})
+        answer = await asyncio.to_thread(urllib.request.urlopen, request, timeout=100)
+        response.reward = json.loads(answer.read())["rewards"][0]
+        return [response]
+"""
+
+
+def serve(port: int) -> None:
+    """Answer requests of all kinds: for rewards, verdicts, and log-probs of a teacher."""
+    sys.path.insert(0, str(REPOSITORY / "tests/teachers"))
+    sys.argv = ["service", "teacher"]
+    import teacher_server
+
+    class Handler(teacher_server.Handler):
+        def do_POST(self) -> None:
+            if self.path == "/score":
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                return self._send({"rewards": [float(len(str(sample)) % 2) for sample in body["samples"]]})
+            if self.path.endswith("/chat/completions"):
+                self.rfile.read(int(self.headers["Content-Length"]))
+                return self._send({"choices": [{"message": {"content": "YES"}, "finish_reason": "stop"}]})
+            return super().do_POST()
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 256
+        allow_reuse_address = True
+
+    Server(("127.0.0.1", port), Handler).serve_forever()
+
+
+class Service:
+    """A server in another process."""
+
+    def __init__(self, environment: str = "") -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url, self._environment = f"http://127.0.0.1:{self._port}", environment
+        self.start()
+
+    def start(self) -> None:
+        served = ["-m", "roll_opd.environments.serve", self._environment, "--port", str(self._port)]
+        words = served if self._environment else [__file__, "--serve", str(self._port)]
+        self._process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), 1).close()
+                return
+            except OSError:
+                time.sleep(0.05)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def fail(self, how: str, seconds: float) -> None:
+        """Be away for some seconds: `down` or `hangs`."""
+        if how == "hangs":
+            self._process.send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            self._process.send_signal(signal.SIGCONT)
+            return
+        self.end()
+        time.sleep(seconds)
+        self.start()
+
+
+def settings_of(kind: str, service: Service, place: Path) -> tuple[tuple[str, str], tuple[str, ...]]:
+    """Return (configuration, settings) of a run that needs a service."""
+    rewards = {
+        "reward": f"{{worker_cls: remote, tag_included: [math_rule], url: {service.url}/score, "
+        "retry_seconds: SECONDS}",
+        "judge": "{worker_cls: llm_judge, tag_included: [math_rule], judge_model_name: judge, judge_api_url: "
+        f"{service.url}/v1, retry_seconds: SECONDS}}",
+    }
+    name, _, patience = kind.partition(", ")
+    if name in rewards:
+        section = rewards[name].replace("SECONDS", patience.removeprefix("retries of ").removesuffix(" s") or "300")
+        return WITH_REWARD, ("~rewards", f"+rewards={{math_rule: {section}}}", "use_kl_loss=false")
+    if name == "teacher":
+        return PURE, ("~teacher", f"+teacher={{http: {{url: '{service.url}'}}}}", "teacher_tokenizer_check=false")
+    if name == "workflow":
+        (place / "plugins").mkdir(exist_ok=True)
+        (place / "plugins/asks_a_service.py").write_text(WORKFLOW.replace("ADDRESS", service.url))
+        return WITH_REWARD, (
+            "~rewards",
+            f"plugin_dir={place}/plugins",
+            "workflow=asks_a_service",
+            "use_kl_loss=false",
+            "workflow_workers=1",
+        )
+    return WITH_REWARD, (
+        "~rewards",
+        "~num_return_sequences_in_group",
+        f"rollout_batch_size={PROMPTS * GROUP}",
+        "sequence_length=250",
+        "use_kl_loss=false",
+        "custom_envs={Game: {env_type: http, max_steps: 3, env_config: {url: '" + service.url + "', timeout: 100}}}",
+        f"train_env_manager={{tags: [Game], num_env_groups: {PROMPTS}, group_size: {GROUP}}}",
+        "actor_infer.generating_args.num_return_sequences=1",
+        "workflow_workers=1",
+    )
+
+
+class Roles(Stage):
+    """Student, engines and a Megatron teacher; a run may have a teacher on a server instead."""
+
+    async def workers(self, plan: RunPlan, placement: Any, answers: Path) -> Any:
+        self._run_plan, self._answers = plan, answers
+        return await super().workers(plan, placement, answers)
+
+    def _teacher(self, plan: TeacherPlan) -> Teacher:
+        scorer = external_scorer(self._run_plan, plan, self._answers)
+        return Teacher(plan, scorer, view_of(plan, self._run_plan.student.model))
+
+
+@contextmanager
+def started(place: Path) -> Iterator[Roles]:
+    place.mkdir(parents=True, exist_ok=True)
+    plan = load_plan(*WITH_TEACHER, [*SHORT, *optimizer_of("actor_train"), TEACHER], pure=False)
+    with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
+        server.serve(plan)
+        yield Roles(plan, place, runner.get_loop())
+
+
+def run(roles: Roles, kind: str, how: str, seconds: float, ahead: bool, name: str) -> dict[str, Any]:
+    """Make a run in which a service is away for some seconds after the first step."""
+    service = Service("number_sum" if kind == "environment" else "")
+    config, settings = settings_of(kind, service, roles.place)
+    train, spread = ("student_train", SPREAD) if config == PURE else ("actor_train", ())
+    spread = tuple(one for one in spread if not one.startswith("teacher") or kind != "teacher")
+    failed: list[float] = []
+
+    def fail_after_a_step() -> None:
+        while not failed:
+            directory = newest_run(roles.place / name)
+            rows = read_jsonl(directory / "metrics.jsonl") if (directory / "metrics.jsonl").exists() else []
+            if any(row["step"] >= 1 for row in rows):
+                failed.append(time.monotonic())
+                service.fail(how, seconds)
+            time.sleep(0.02)
+
+    watcher = threading.Thread(target=fail_after_a_step, daemon=True)
+    watcher.start()
+    began = time.monotonic()
+    try:
+        made = roles.run(
+            *SHORT,
+            *optimizer_of(train),
+            *settings,
+            *(AHEAD if ahead else ()),
+            config=config,
+            name=name,
+            place=roles.place,
+        )
+    finally:
+        failed.append(0.0)
+        watcher.join()
+        service.end()
+    counts, problems = audit(made.path)
+    rows = [row for row in read_jsonl(made.path / "metrics.jsonl") if row["step"]]
+    total = {word: sum(row.get(word, 0) for row in rows) for row in rows for word in row if "outage_seconds" in word}
+    return {
+        "kind": kind,
+        "how": how,
+        "seconds away": seconds,
+        "S": int(ahead),
+        "exit": made.code,
+        "steps": len(rows),
+        "trained": counts["trained"],
+        "failed": counts["failed"],
+        "filtered": counts["filtered"],
+        "samples": int(sum(row.get("rollout/samples", 0) for row in rows)),
+        "audit": problems,
+        "outage": {word: round(value, 1) for word, value in total.items()},
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+KINDS = ("workflow", "environment", "reward", "reward, retries of 0.5 s", "judge", "judge, retries of 0.5 s", "teacher")
+CELLS = [
+    *(
+        (kind, how, seconds, ahead)
+        for seconds, how in ((1, "down"), (5, "hangs"))
+        for kind in KINDS
+        for ahead in (0, 1)
+    ),
+    *((kind, "down", 15, ahead) for kind in KINDS for ahead in (0, 1)),
+    *((kind, "down", 60, number % 2) for number, kind in enumerate(KINDS)),
+    *((kind, "hangs", 30, 1 - number % 2) for number, kind in enumerate(KINDS)),
+]
+
+
+def main() -> int:
+    if sys.argv[1] == "--serve":
+        serve(int(sys.argv[2]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("place", type=Path)
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parsed = parser.parse_args()
+    os.chdir(REPOSITORY)
+    begun = time.monotonic()
+    done = json.loads(parsed.json.read_text()) if parsed.json.exists() else []
+    there = {(row["kind"], row["how"], row["seconds away"], row["S"]) for row in done}
+    with started(parsed.place / str(time.time_ns())) as roles:
+        for number, cell in enumerate(CELLS):
+            if cell in there or cell[0] not in parsed.kinds or time.monotonic() - begun + cell[2] > parsed.seconds:
+                continue
+            try:
+                row = run(roles, *cell, name=f"run{number}")
+            except (RunError, AssertionError, OSError) as error:
+                row = {**dict(zip(("kind", "how", "seconds away", "S"), cell, strict=True)), "error": str(error)}
+            done.append(row)
+            print(json.dumps(row), flush=True)
+            parsed.json.write_text("[\n" + ",\n".join(map(json.dumps, done)) + "\n]\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
