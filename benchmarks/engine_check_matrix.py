@@ -20,12 +20,12 @@ from typing import Any
 
 import ray
 from pipeline_run import REPOSITORY, machine
+from roll_opd.teachers.frozen_models import Teacher
 
 from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
-from roll_opd.pipelines import rlvr
+from roll_opd.pipelines import distill
 from roll_opd.planner.build import load_plan
-from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.views import SameTokens
 from roll_opd.tracking.run_directory import read_jsonl
 
@@ -197,20 +197,20 @@ def run(stage: Engines, name: str, mode: str, seed: int, options: Sequence[str],
     spread = [*SPREAD] if config == PURE else []
     written = [setting.format(infer=infer, train=train) for setting in (*options, *engine.settings)]
     stage.alter(engine.fault)
-    original, begun = rlvr.rollouts_of, time.monotonic()
+    original, begun = distill.rollouts_of, time.monotonic()
 
     def rollouts_of(*args: Any) -> Any:
         made = original(*args)
         made.context = replace(made.context, sampling=replace(made.context.sampling, **dict(engine.sampling)))
         return made
 
-    rlvr.rollouts_of = rollouts_of
+    distill.rollouts_of = rollouts_of
     try:
         made = stage.run(
             *SHORT, *optimizer_of(train), *lora, *spread, *of_mode, *written, f"seed={seed}", config=config, place=place
         )
     finally:
-        rlvr.rollouts_of = original
+        distill.rollouts_of = original
         stage.alter("")
     text = " ".join((made.path / "console.log").read_text().split())
     refused = re.search(r"does not sample from the student, by (the first samples|the samples of step (\d+))", text)

@@ -24,11 +24,14 @@ class ClusterError(RuntimeError):
 
 
 class ProcessDied(ClusterError):
-    """A process of a role has ended. The message includes the process, its device and, if known, the cause."""
+    """A process of a role has ended. The message includes the process, its device and, if known, the cause.
 
-    def __init__(self, who: str, error: ray.exceptions.RayError) -> None:
+    `why` is the message if the cause is that a process of Ray has ended, which ends the processes of all roles.
+    """
+
+    def __init__(self, who: str, error: ray.exceptions.RayError, why: str | None = None) -> None:
         is_actors = isinstance(error, ray.exceptions.RayActorError)
-        super().__init__(f"{who} has died: {_detail(error) if is_actors else 'its engine core has ended'}")
+        super().__init__(why or f"{who} has died: {_detail(error) if is_actors else 'its engine core has ended'}")
 
 
 class StartupProgress:

@@ -168,7 +168,7 @@ class ActorGroup:
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
             if not (self.names and _is_death(error)):
                 raise
-            raise ProcessDied(self.names[actor], error) from error
+            raise ProcessDied(self.names[actor], error, ended_of_ray()) from error
 
     def end(self) -> None:
         """Kill all actors. They are killed without a request to exit, because an exit takes seconds."""
@@ -287,6 +287,14 @@ def dead_actor() -> str | None:
     return next((f"{name} has died: {exit_detail(str(each.get('DeathCause') or ''))}" for name, each in ended), None)
 
 
+def ended_of_ray() -> str | None:
+    """Return a message if a process of Ray that this process started has ended, else None."""
+    worker: Any = ray._private.worker
+    node = worker._global_node  # None in a joined cluster
+    ended = ended_processes(node) if node else None
+    return f"{ended} on this host" if ended else None
+
+
 def _is_death(error: ray.exceptions.RayError) -> bool:
     """Return whether an error means that an actor or its engine core has died.
 
@@ -320,12 +328,9 @@ def watched(lost: Callable[[str], None]) -> Iterator[None]:
 
 
 def _watch(lost: Callable[[str], None], over: threading.Event) -> None:
-    worker: Any = ray._private.worker
-    node = worker._global_node  # Ray processes that this process started; None in a joined cluster
     before = None
     while not over.wait(POLL_INTERVAL_S):
-        ended = ended_processes(node) if node else None
-        message = f"{ended} on this host" if ended else dead_actor()
+        message = ended_of_ray() or dead_actor()
         if message and message == before and not over.is_set():  # at the second poll: a failing call may report first
             lost(message)
             return

@@ -22,6 +22,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from roll_opd.teachers.frozen_models import Teacher
 from runs import REPOSITORY, SPREAD, newest_run
 from stage import PURE, TEACHER, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
@@ -31,7 +32,6 @@ from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.pipelines.start_teachers import external_scorer
 from roll_opd.planner.build import load_plan
-from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.view_of_teacher import view_of
 from roll_opd.tracking.ledger import audit
 from roll_opd.tracking.run_directory import read_jsonl

@@ -9,12 +9,8 @@ import pytest
 from runs import SMALL, Run, launch
 from stage import PURE, SHORT, WITH_TEACHER, Stage, optimizer_of
 
-<<<<<<< HEAD
 from roll_opd.pipelines import distill
-=======
-from roll_opd.pipelines import rlvr
 from roll_opd.pipelines.run_workers import RunWorkers
->>>>>>> 56f97b79 (Engine check: few wrong tokens, and old weights in asynchronous runs)
 from roll_opd.rollout.producer import Rollouts
 
 ROW, LOGPROBS = "drawn from the student", "log-probs of the engine"
