@@ -84,6 +84,7 @@ ENGINES = {
     "two engines": Engine(True, options=("{infer}.device_mapping=[0,1]",)),
     "two ranks": Engine(True, options=("{infer}.device_mapping=[0,1]", OPTION + "tensor_parallel_size=2")),
     "fp8 KV cache, corrected": Engine(True, options=(OPTION + "kv_cache_dtype=fp8",), settings=(CORRECTION,)),
+    "bf16 engine": Engine(True, options=("{infer}.model_args.dtype=bf16",)),
     "bf16": Engine(True, options=("{infer}.model_args.dtype=bf16", "{train}.model_args.dtype=bf16")),
     "n-gram speculation": Engine(
         False,

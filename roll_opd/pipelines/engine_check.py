@@ -48,6 +48,8 @@ class EngineCheck:
         """
         self._plan, self._student, self._report, self._ends_run = plan, student, report, ends_run
         self._settings = plan.objective.engine_check
+        dtypes = {role.model.dtype for role in (student.plan, plan.rollout) if role}
+        self._dtype = min(dtypes - {"fp32"}, default="fp32")  # of the one that rounds more
         self._tests = 0
         self._is_due = self._settings is not None  # whether the preflight is still to come
         self._has_compared = True  # whether log-probs of the last step's samples were compared
@@ -116,7 +118,7 @@ class EngineCheck:
     def _faults(self, evidence: EngineEvidence) -> dict[str, str]:
         """Return the meaning of each test that fails, by the name of its row."""
         self._tests += 1
-        dtype, found = self._student.plan.model.dtype, {}
+        dtype, found = self._dtype, {}
         if evidence.is_foreign(self._tests, dtype):
             found[FOREIGN] = (
                 f"their log-probs are {abs(evidence.bias):.3g} nats per token"
@@ -127,7 +129,7 @@ class EngineCheck:
         return found | self._differences(evidence)
 
     def _differences(self, evidence: EngineEvidence) -> dict[str, str]:
-        dtype, found = self._student.plan.model.dtype, {}
+        dtype, found = self._dtype, {}
         if evidence.differs(dtype):
             found[DIFFERS] = (
                 f"log-probs of engine and student differ by {evidence.difference:.3g} nats per token on average (root"

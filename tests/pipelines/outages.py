@@ -192,8 +192,7 @@ def run(roles: Roles, kind: str, how: str, seconds: float, ahead: bool, name: st
     """Make a run in which a service is away for some seconds after the first step."""
     service = Service("number_sum" if kind == "environment" else "")
     config, settings = settings_of(kind, service, roles.place)
-    train, spread = ("student_train", SPREAD) if config == PURE else ("actor_train", ())
-    spread = tuple(one for one in spread if not one.startswith("teacher") or kind != "teacher")
+    train = "student_train" if config == PURE else "actor_train"
     failed: list[float] = []
 
     def fail_after_a_step() -> None:
@@ -222,15 +221,53 @@ def run(roles: Roles, kind: str, how: str, seconds: float, ahead: bool, name: st
         failed.append(0.0)
         watcher.join()
         service.end()
-    counts, problems = audit(made.path)
-    rows = [row for row in read_jsonl(made.path / "metrics.jsonl") if row["step"]]
+    return {**cell_of(kind, how, seconds, ahead), "exit": made.code, **fates(made.path), "seconds": took(began)}
+
+
+def resumed(kind: str, s: int, place: Path) -> dict[str, Any]:
+    """Stop a run by SIGTERM while its service is down, and resume it when the service is back."""
+    service, began = Service("number_sum" if kind == "environment" else ""), time.monotonic()
+    place.mkdir(parents=True, exist_ok=True)
+    config, settings = settings_of(kind, service, place)
+    train, spread = ("student_train", SPREAD) if config == PURE else ("actor_train", ())
+    written = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", "exp_name=resumed"]
+    written += [*SHORT, *optimizer_of(train), *spread, *settings, *(AHEAD if s else ()), "save_steps=1"]
+    command = [sys.executable, "-m", "roll_opd", "run", *written, "shutdown_timeout_s=2"]
+    codes = []
+    try:
+        for again in ("false", "true"):
+            with (place / f"log_{again}").open("w") as log:
+                process = subprocess.Popen([*command, f"resume_from_checkpoint={again}"], stdout=log, stderr=log)
+                while again == "false" and process.poll() is None:
+                    file = newest_run(place / "resumed") / "metrics.jsonl"
+                    if file.exists() and any(row["step"] >= 2 for row in read_jsonl(file)):
+                        service.end()
+                        time.sleep(1)
+                        process.send_signal(signal.SIGTERM)
+                        process.wait(60)
+                        service.start()
+                    time.sleep(0.02)
+                codes.append(process.wait(200))
+    finally:
+        service.end()
+    path = newest_run(place / "resumed").resolve()
+    return {**cell_of(kind, RESUMED, 0, s), "exits": codes, "exit": codes[-1], **fates(path), "seconds": took(began)}
+
+
+def cell_of(kind: str, how: str, seconds: float, s: int) -> dict[str, Any]:
+    return {"kind": kind, "how": how, "seconds away": seconds, "S": int(s)}
+
+
+def took(began: float) -> float:
+    return round(time.monotonic() - began, 1)
+
+
+def fates(path: Path) -> dict[str, Any]:
+    """Return what became of the prompts of a run."""
+    counts, problems = audit(path)
+    rows = [row for row in read_jsonl(path / "metrics.jsonl") if row["step"]]
     total = {word: sum(row.get(word, 0) for row in rows) for row in rows for word in row if "outage_seconds" in word}
     return {
-        "kind": kind,
-        "how": how,
-        "seconds away": seconds,
-        "S": int(ahead),
-        "exit": made.code,
         "steps": len(rows),
         "trained": counts["trained"],
         "failed": counts["failed"],
@@ -238,22 +275,21 @@ def run(roles: Roles, kind: str, how: str, seconds: float, ahead: bool, name: st
         "samples": int(sum(row.get("rollout/samples", 0) for row in rows)),
         "audit": problems,
         "outage": {word: round(value, 1) for word, value in total.items()},
-        "seconds": round(time.monotonic() - began, 1),
     }
 
 
+RESUMED = "down, stopped and resumed"
 KINDS = ("workflow", "environment", "reward", "reward, retries of 0.5 s", "judge", "judge, retries of 0.5 s", "teacher")
 CELLS = [
-    *(
-        (kind, how, seconds, ahead)
-        for seconds, how in ((1, "down"), (5, "hangs"))
-        for kind in KINDS
-        for ahead in (0, 1)
-    ),
-    *((kind, "down", 15, ahead) for kind in KINDS for ahead in (0, 1)),
-    *((kind, "down", 60, number % 2) for number, kind in enumerate(KINDS)),
-    *((kind, "hangs", 30, 1 - number % 2) for number, kind in enumerate(KINDS)),
+    *((kind, how, seconds, s) for seconds, how in ((1, "down"), (5, "hangs")) for kind in KINDS for s in (0, 1)),
+    *((kind, "down", 15, number % 2) for number, kind in enumerate(KINDS)),
+    *((kind, "down", 60, s) for kind, s in (("workflow", 1), ("reward", 0), ("environment", 1), ("teacher", 0))),
+    *((kind, "hangs", 30, s) for kind, s in (("environment", 0), ("judge", 1), ("teacher", 1), ("workflow", 0))),
 ]
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 def main() -> int:
@@ -263,12 +299,21 @@ def main() -> int:
     parser.add_argument("place", type=Path)
     parser.add_argument("json", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
+    parser.add_argument("--resumed", action="store_true", help="stop and resume runs while the service is down")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parsed = parser.parse_args()
     os.chdir(REPOSITORY)
     begun = time.monotonic()
     done = json.loads(parsed.json.read_text()) if parsed.json.exists() else []
     there = {(row["kind"], row["how"], row["seconds away"], row["S"]) for row in done}
+    if parsed.resumed:
+        for kind in parsed.kinds:
+            for s in (0, 1):
+                if (kind, RESUMED, 0, s) not in there and time.monotonic() - begun < parsed.seconds:
+                    done.append(resumed(kind, s, parsed.place / f"{time.time_ns()}"))
+                    print(json.dumps(done[-1]), flush=True)
+                    write(parsed.json, done)
+        return 0
     with started(parsed.place / str(time.time_ns())) as roles:
         for number, cell in enumerate(CELLS):
             if cell in there or cell[0] not in parsed.kinds or time.monotonic() - begun + cell[2] > parsed.seconds:
@@ -279,7 +324,7 @@ def main() -> int:
                 row = {**dict(zip(("kind", "how", "seconds away", "S"), cell, strict=True)), "error": str(error)}
             done.append(row)
             print(json.dumps(row), flush=True)
-            parsed.json.write_text("[\n" + ",\n".join(map(json.dumps, done)) + "\n]\n")
+            write(parsed.json, done)
     return 0
 
 
