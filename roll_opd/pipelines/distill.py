@@ -99,8 +99,9 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
             finished = rollouts.finished_groups()
             with clock.phase("weight_sync"):
                 await workers.send_weights(version=step)
+                if not in_turns:
+                    metrics |= await engine_check.after_update(samples, workers.sampler, step)
             if not in_turns:
-                metrics |= await engine_check.after_update(samples, workers.sampler, step)
                 rollouts.gate.publish(step)
             with clock.phase("reward"):  # rewards that are only monitored
                 samples = await batch.with_rewards(samples)
