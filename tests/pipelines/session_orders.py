@@ -9,7 +9,7 @@ import numpy as np
 
 from roll_opd.api import Batch, Session
 
-# call -> weight; calls that accumulate a gradient and calls that use the devices in between are frequent
+# call -> weight; calls that accumulate a gradient (`reinforce`: of rewards, too) and calls that use the devices in between are frequent
 CALLS = {
     "sample": 4,
     "score": 4,
@@ -129,7 +129,7 @@ def assert_reads_keep_the_gradient(session: Session, seeds: Sequence[int], direc
     session.student.forward_backward(sampled())
     once = session.student.optim_step(0.0)["actor/grad_norm"]
     for seed in seeds:
-        between = [call for call in order_of(seed) if call not in ("optim_step", "load")]
+        between = [call for call in order_of(seed) if call not in ("optim_step", "load", "reinforce")]
         order = ["forward_backward", *between, "forward_backward"]
         caller, batch = Caller(session, directory), sampled()
         for call in order:
