@@ -9,7 +9,8 @@ import numpy as np
 
 from roll_opd.api import Batch, Session
 
-# call -> weight; calls that accumulate a gradient (`reinforce`: of rewards, too) and calls that use the devices in between are frequent
+# call -> weight; calls that accumulate a gradient (`reinforce`: with rewards) and calls that use the devices in between
+# are frequent
 CALLS = {
     "sample": 4,
     "score": 4,
