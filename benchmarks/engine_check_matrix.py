@@ -20,12 +20,12 @@ from typing import Any
 
 import ray
 from pipeline_run import REPOSITORY, machine
-from roll_opd.teachers.frozen_models import Teacher
 
 from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.pipelines import distill
 from roll_opd.planner.build import load_plan
+from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.views import SameTokens
 from roll_opd.tracking.run_directory import read_jsonl
 
@@ -170,7 +170,7 @@ class Engines(Stage):
             ray.get(actor.__ray_call__.remote(call, alter, fault))
 
     def _teacher(self, plan: Any) -> Teacher:
-        role = self._workers.frozen_models.teachers[0]
+        role = self._workers.scorers.teachers[0]
         return Teacher(plan, replace(role.scorer, name=plan.source.name), SameTokens(plan.name))
 
 

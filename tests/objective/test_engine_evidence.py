@@ -162,7 +162,7 @@ def test_an_error_of_few_tokens_is_a_difference() -> None:
     apart_M = np.zeros(4000, np.float32)
     apart_M[::200] = 0.1
     found = EngineEvidence.of_differences(apart_M)
-    assert found.compared == 4000 and found.difference == pytest.approx(5e-4) < DIFFERENCE["fp32"]
+    assert found.compared == 4000 and found.difference == pytest.approx(5e-4) and DIFFERENCE["fp32"] > 5e-4
     assert found.root_mean_square == pytest.approx(0.1 / 200**0.5) and found.differs("fp32")
     assert not EngineEvidence.of_differences(apart_M / 100).differs("fp32")
     assert EngineEvidence.of_differences(apart_M * np.nan).differs("bf16")

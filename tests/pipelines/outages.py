@@ -22,7 +22,6 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from roll_opd.teachers.frozen_models import Teacher
 from runs import REPOSITORY, SPREAD, newest_run
 from stage import PURE, TEACHER, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
@@ -30,8 +29,10 @@ from roll_opd.base.failures import RunError
 from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.config.plan import RunPlan, TeacherPlan
-from roll_opd.pipelines.start_teachers import external_scorer
 from roll_opd.planner.build import load_plan
+from roll_opd.teachers.http_teacher import http_scorer
+from roll_opd.teachers.kinds import TeacherStart
+from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.view_of_teacher import view_of
 from roll_opd.tracking.ledger import audit
 from roll_opd.tracking.run_directory import read_jsonl
@@ -175,8 +176,8 @@ class Roles(Stage):
         return await super().workers(plan, placement, answers)
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
-        scorer = external_scorer(self._run_plan, plan, self._answers)
-        return Teacher(plan, scorer, view_of(plan, self._run_plan.student.model))
+        start = TeacherStart(self._run_plan, plan, lambda _: self._workers.scorers.teachers[0].scorer, self._answers)
+        return Teacher(plan, http_scorer(start), view_of(plan, self._run_plan.student.model))
 
 
 @contextmanager
