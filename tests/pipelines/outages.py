@@ -180,10 +180,14 @@ class Roles(Stage):
         return Teacher(plan, http_scorer(start), view_of(plan, self._run_plan.student.model))
 
 
+def trained_by(role: str) -> tuple[str, ...]:
+    return (*optimizer_of(role), f"{role}.training_args.per_device_train_batch_size={PROMPTS * GROUP}")
+
+
 @contextmanager
 def started(place: Path) -> Iterator[Roles]:
     place.mkdir(parents=True, exist_ok=True)
-    plan = load_plan(*WITH_TEACHER, [*SHORT, *optimizer_of("actor_train"), TEACHER], pure=False)
+    plan = load_plan(*WITH_TEACHER, [*SHORT, *trained_by("actor_train"), TEACHER], pure=False)
     with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
         server.serve(plan)
         yield Roles(plan, place, runner.get_loop())
@@ -211,7 +215,7 @@ def run(roles: Roles, kind: str, how: str, seconds: float, ahead: bool, name: st
     try:
         made = roles.run(
             *SHORT,
-            *optimizer_of(train),
+            *trained_by(train),
             *settings,
             *(AHEAD if ahead else ()),
             config=config,
@@ -232,7 +236,7 @@ def resumed(kind: str, s: int, place: Path) -> dict[str, Any]:
     config, settings = settings_of(kind, service, place)
     train, spread = ("student_train", SPREAD) if config == PURE else ("actor_train", ())
     written = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", "exp_name=resumed"]
-    written += [*SHORT, *optimizer_of(train), *spread, *settings, *(AHEAD if s else ()), "save_steps=1"]
+    written += [*SHORT, *trained_by(train), *spread, *settings, *(AHEAD if s else ()), "save_steps=1"]
     command = [sys.executable, "-m", "roll_opd", "run", *written, "shutdown_timeout_s=2"]
     codes = []
     try:
