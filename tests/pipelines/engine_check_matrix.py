@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import os
+import platform
 import re
 import sys
 import time
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from pipeline_run import REPOSITORY, machine
+from runs import REPOSITORY, SPREAD
+from stage import PURE, TEACHER, WITH_TEACHER, Stage, optimizer_of
 
 from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
@@ -28,10 +30,6 @@ from roll_opd.planner.build import load_plan
 from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.views import SameTokens
 from roll_opd.tracking.run_directory import read_jsonl
-
-sys.path.insert(0, str(REPOSITORY / "tests/pipelines"))
-from runs import SPREAD
-from stage import PURE, TEACHER, WITH_TEACHER, Stage, optimizer_of
 
 SHORT = (
     "max_steps=2",
@@ -286,8 +284,9 @@ def main() -> int:
 
 def text_of(runs: Sequence[dict[str, Any]]) -> str:
     """Return the results as JSON, with one run per line."""
+    about = {"cores": os.cpu_count(), "python": platform.python_version()}
     lines = ",\n".join("  " + json.dumps(run) for run in runs)
-    return f'{{\n "machine": {json.dumps(machine())},\n "runs": [\n{lines}\n ]\n}}\n'
+    return f'{{\n "machine": {json.dumps(about)},\n "runs": [\n{lines}\n ]\n}}\n'
 
 
 if __name__ == "__main__":
