@@ -48,7 +48,7 @@ class EngineCheck:
         """
         self._plan, self._student, self._report, self._ends_run = plan, student, report, ends_run
         self._settings = plan.objective.engine_check
-        dtypes = {role.model.dtype for role in (student.plan, plan.rollout) if role}
+        dtypes = {role.model.dtype for role in (student.plan, plan.rollout) if role and self._settings}
         self._dtype = min(dtypes - {"fp32"}, default="fp32")  # of the one that rounds more
         self._tests = 0
         self._is_due = self._settings is not None  # whether the preflight is still to come

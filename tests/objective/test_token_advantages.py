@@ -266,7 +266,7 @@ def test_token_level_kl_has_the_coefficient_that_it_was_given() -> None:
     assert metrics["critic/kl_coef"] == 0.05
     assert metrics["critic/reference_kl"] == pytest.approx(sum(means) / len(means), rel=1e-9)
     assert "critic/kl_coef" not in advantage_metrics(
-        with_total_advantages(found, [], objective), replace(objective, init_kl_coef=0.0)
+        with_total_advantages(found, silent, objective), replace(objective, init_kl_coef=0.0)
     )
 
 

@@ -233,7 +233,7 @@ def test_teachers_are_added_to_it(name: str) -> None:
     for e in with_total_advantages(external_advantages(made, plan), [TeacherPlan("big", worker, 0.5)], plan):
         total = e.total_advantages
         kl = e.rollout_logprobs.astype(np.float64) - e.teacher_logprobs["big"]
-        assert total == pytest.approx(alone[e.id] - 0.5 * kl)
+        assert total == pytest.approx(alone[e.id] - 0.5 * kl, rel=1e-5)  # formed in f32, as on the ranks
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
