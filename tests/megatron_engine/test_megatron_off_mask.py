@@ -41,7 +41,7 @@ def columns(seed: int) -> dict[str, torch.Tensor]:
 def update(arrays: dict[str, torch.Tensor], objective: ObjectivePlan, new: torch.Tensor) -> tuple[Any, ...]:
     leaf = new.clone().requires_grad_()
     arguments = {**POLICY_LOSSES.defaults(objective.policy_loss), **objective.policy_loss_args}
-    loss, sums = opd_loss(leaf, arrays, LENGTHS, objective=objective, arguments=arguments, step=1)
+    loss, sums, _ = opd_loss(leaf, arrays, LENGTHS, objective=objective, arguments=arguments, step=1)
     loss.backward()
     assert leaf.grad is not None
     return loss.item(), leaf.grad.tolist(), {name: float(value) for name, value in sums.items()}
@@ -99,7 +99,7 @@ def test_approx_kl_is_that_of_old_against_new() -> None:
     arrays = {"mask": ones.bool(), "weight": ones / 4, "advantages": ones, "old_logprobs": old}
     arrays |= {"opd_coefficients": zeros, "opd_teacher": zeros}
     arguments = POLICY_LOSSES.defaults("ppo")
-    _, sums = opd_loss(new, arrays, (4,), objective=ObjectivePlan(policy_loss="ppo"), arguments=arguments, step=1)
+    _, sums, _ = opd_loss(new, arrays, (4,), objective=ObjectivePlan(policy_loss="ppo"), arguments=arguments, step=1)
     assert float(sums["approx_kl"]) / 4 == pytest.approx(
         0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-6
     )

@@ -197,8 +197,8 @@ WRONG_FORMULAS = (
     ),
     WrongFormula(
         "weights of stale tokens with the ratio turned round",
-        'student_M - columns["sampling_logprobs"]',
-        'columns["sampling_logprobs"] - student_M',
+        "torch.where(sampled_M, student_M - sampling_M, 0)",
+        "torch.where(sampled_M, sampling_M - student_M, 0)",
         (STALE,),
     ),
     WrongFormula(

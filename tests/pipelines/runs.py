@@ -91,8 +91,11 @@ def forks() -> Iterator[None]:
 
 def _processes_of_the_server() -> list[int]:
     """Return the server and its fork that imports Megatron, when the fork exists and before a process is requested."""
-    [server] = [child for child in psutil.Process().children() if _belongs(child, FORKS)]
     deadline = time.monotonic() + SECONDS
+    while not (servers := [child for child in psutil.Process().children() if _belongs(child, FORKS)]):
+        assert time.monotonic() < deadline, "the warm server has not started"
+        time.sleep(0.05)  # until its `exec`, a process shows the variables of this one
+    [server] = servers
     while not (forked := server.children()):
         assert time.monotonic() < deadline, "the warm server has no second process"
         time.sleep(0.05)

@@ -58,8 +58,8 @@ def test_answers_that_equal_a_gold_answer_and_answers_that_do_not() -> None:
 
 @pytest.mark.slow
 def test_a_sample_of_the_answers_that_equal_a_gold_answer_and_of_those_that_do_not() -> None:
-    """A hundredth, by a hash of the pair: the same on every day and machine."""
-    assert_verdicts([pair for pair in pairs() if crc32(f"{pair[0]}\n{pair[1]}".encode()) % 100 == 0])
+    """A fortieth, by a hash of the pair: the same on every day and machine."""
+    assert_verdicts([pair for pair in pairs() if crc32(f"{pair[0]}\n{pair[1]}".encode()) % 40 == 0])
 
 
 def assert_verdicts(table: list[tuple[str, str, bool]]) -> None:
