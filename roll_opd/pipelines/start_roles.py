@@ -11,6 +11,7 @@ from roll_opd.base.user_modules import module_variables
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON
 from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import (
     AuxiliaryPlan,
     FollowingPlan,
@@ -25,7 +26,6 @@ from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.tool_calls import HERMES
 from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
-from roll_opd.pipelines.check_teachers import check_teachers
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.teachers.kinds import TeacherStart, scorer_of
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
@@ -308,3 +308,11 @@ def _setups(
 
 def _environment(plan: RunPlan) -> dict[str, str]:
     return {name: str(value) for name, value in plan.env.items()}
+
+
+async def check_teachers(plan: RunPlan, teachers: Sequence[Teacher], starting: StartupProgress) -> None:
+    """Check all teachers whose scorer has a method `check`, concurrently. Raises RunError for the first problem."""
+    checks = [(one.plan, check) for one in teachers if (check := getattr(one.scorer, "check", None))]
+    await asyncio.gather(
+        *[starting.of(f"{teacher.name} ({teacher.source.location})", check(plan, teacher)) for teacher, check in checks]
+    )

@@ -105,7 +105,7 @@ class Service:
         self.start()
 
     def start(self) -> None:
-        served = ["-m", "roll_opd.environments.serve", self._environment, "--port", str(self._port)]
+        served = ["-m", "roll_opd.extras.games.serve", self._environment, "--port", str(self._port)]
         words = served if self._environment else [__file__, "--serve", str(self._port)]
         self._process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
         while True:

@@ -17,7 +17,7 @@ import teacher_server
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import HttpPlan
-from roll_opd.pipelines.check_teachers import check_teachers
+from roll_opd.pipelines.start_roles import check_teachers
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards import endpoint
 from roll_opd.teachers import http_checks, http_teacher

@@ -269,7 +269,7 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
 
     def tasks(self) -> "tuple[DataPlan, DataPlan | None]":
         """Return the tasks of training and of validation."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} makes its tasks, and has no method `tasks`; write it")
 
     def held_out_tasks(self, args: GeneratingArgs, response: int) -> "ValidationPlan | None":
         """Return the plan of validation. `response` is the number of tokens of a response."""
@@ -288,7 +288,7 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     @classmethod
     def open_tasks(cls, plan: "RunPlan") -> tuple[Any, list[Any]]:
         """Return the source of training tasks (`data.prompt_source.TaskSource`), and the validation tasks."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{cls.__name__} makes its tasks, and has no method `open_tasks`; write it")
 
     @classmethod
     def named_code(cls, plan: "RunPlan") -> Iterator[str]:

@@ -85,7 +85,8 @@ def test_the_program_stands_in_fences_as_commonmark_has_them(form: str) -> None:
 
 def test_blocks_are_those_of_a_commonmark_parser() -> None:
     """Compared with markdown-it, for blocks outside of quotes and lists."""
-    markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark")
+    markdown_it = pytest.importorskip("markdown_it", reason="needs markdown-it-py (pip install markdown-it-py)")
+    markdown = markdown_it.MarkdownIt("commonmark")
     draw = random.Random(5)
     pieces = (F, "````", "~~~", "~~~~", "   ```", "  ", "x = 1", "python", "py ", "`", "text", "\n  y\n", *"\n\n\n\n")
     for _ in range(3000):
