@@ -187,7 +187,8 @@ def trained_by(role: str) -> tuple[str, ...]:
 @contextmanager
 def started(place: Path) -> Iterator[Roles]:
     place.mkdir(parents=True, exist_ok=True)
-    plan = load_plan(*WITH_TEACHER, [*SHORT, *trained_by("actor_train"), TEACHER], pure=False)
+    longest = "prompt_length=1024"  # of the turns of a game
+    plan = load_plan(*WITH_TEACHER, [*SHORT, longest, *trained_by("actor_train"), TEACHER], pure=False)
     with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
         server.serve(plan)
         yield Roles(plan, place, runner.get_loop())
