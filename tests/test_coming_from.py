@@ -10,7 +10,7 @@ from roll_opd.compat.trinity.reading import Machine, Translation
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.extras.games.factory import EnvironmentFailure, name_of_roll
 from roll_opd.extras.games.prompt_templates import makes_steps, manager_problem
-from roll_opd.objective.algorithms import ALGORITHMS, algorithm
+from roll_opd.objective.algorithms import algorithm, algorithm_names
 from roll_opd.rewards.reward_registry import REWARDS, RewardError, _find, reward_arguments
 from tests.pages import DOCS
 
@@ -79,7 +79,7 @@ def test_each_algorithm_class_of_trinity_is_a_row_that_the_translation_accepts()
         if re.fullmatch(r"`\w+Algorithm`", cells[0])
     }
     named = {name: match[1] for name, match in classes.items() if match}
-    assert len(named) == 19 and sorted(named.values()) == sorted(ALGORITHMS)
+    assert len(named) == 19 and sorted(named.values()) == sorted(algorithm_names())
     for class_name, name in named.items():
         assert class_name.removesuffix("Algorithm").lower() == name.replace("_", "")
         diag = Diagnostics()

@@ -7,6 +7,7 @@ This module also has the names of KL estimators and divergences, which users can
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from roll_opd.base.entry_points import entries
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.user_modules import users_module
 from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES, AdvantageFacts, AlgorithmError, PolicyLossFacts
@@ -37,20 +38,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ppo": Algorithm("ppo", "gae", repeat=1),
     "grpo": Algorithm("ppo", "grpo"),
     "reinforceplusplus": Algorithm("ppo", "reinforceplusplus"),
-    "rloo": Algorithm("ppo", "rloo"),
-    "opmd": Algorithm("opmd", "opmd"),
-    "asymre": Algorithm("opmd", "asymre", kl_loss=None),
     "dpo": Algorithm("dpo", schema="dpo"),
-    "topr": Algorithm("topr", "reinforce"),
-    "cispo": Algorithm("cispo", "grpo"),
-    "gspo": Algorithm("gspo", "grpo"),
-    "sapo": Algorithm("sapo", "grpo"),
-    "mix": Algorithm("mix", "grpo", repeat=8, expert_data_ratio=0.5),
-    "mix_chord": Algorithm("mix_chord", "grpo", repeat=8, expert_data_ratio=0.5),
     "raft": Algorithm("sft", repeat=None, kl_loss=None),
-    "sppo": Algorithm("sppo", "opmd", kl_loss=None),
-    "rec": Algorithm("rec", "rec"),
-    "multi_step_grpo": Algorithm("ppo", "step_wise_grpo", repeat=8),
     "on_policy_distill": Algorithm("ppo", "on_policy_distill", repeat=8, kl_loss=None),
 }
 KL_LOSS_COEF = 0.001  # default KL coefficient of algorithms with a KL loss
@@ -74,6 +63,11 @@ ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
+def algorithm_names() -> tuple[str, ...]:
+    """Return the names of the rows of the core and of entry points in the group `roll_opd.algorithms`."""
+    return (*ALGORITHMS, *(name for name in entries("algorithms") if name not in ALGORITHMS))
+
+
 def algorithm(name: str) -> Algorithm:
     """Return the algorithm with this name; raise `AlgorithmError` if it is unknown.
 
@@ -81,9 +75,11 @@ def algorithm(name: str) -> Algorithm:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
+    if name in entries("algorithms"):
+        name = entries("algorithms")[name].value.replace(":", ".")
     module_name, _, attribute = name.rpartition(".")
     if not module_name:
-        known = f"known are {', '.join(sorted(ALGORITHMS))}, or a dotted path such as mypackage.MINE"
+        known = f"known are {', '.join(sorted(algorithm_names()))}, or a dotted path such as mypackage.MINE"
         raise AlgorithmError(f"unknown algorithm {name!r}; {known}")
     try:
         found = vars(users_module(module_name)).get(attribute)

@@ -1,8 +1,9 @@
 """`POLICY_LOSSES`, `ADVANTAGES` and `OPD_ADVANTAGES`: registries of functions that a configuration can name.
 
 A function is registered where it is defined, together with facts for the planner. The arguments and their defaults are
-read from its signature. Modules in `losses` and `advantages` are found automatically. A user's function must have the
-same signature; `register_policy_loss` and `register_advantage` give it a name and facts.
+read from its signature. Modules in `losses` and `advantages` are found automatically, and so are entry points in the
+groups `roll_opd.losses` and `roll_opd.advantages`. A user's function must have the same signature;
+`register_policy_loss` and `register_advantage` give it a name and facts.
 
 Names, facts and defaults can be read without importing torch. torch is imported when a function is looked up.
 """
@@ -62,6 +63,7 @@ POLICY_LOSSES = Registry(
     package="roll_opd.objective.losses",
     facts_type=PolicyLossFacts,
     decorator="register_policy_loss",
+    group="losses",
 )
 ADVANTAGES = Registry(
     kind="advantage",
@@ -72,6 +74,7 @@ ADVANTAGES = Registry(
     facts_type=AdvantageFacts,
     decorator="register_advantage",
     elsewhere=("skip_obs_gae",),  # estimators of ROLL that are not available yet
+    group="advantages",
 )
 OPD_ADVANTAGES: Registry[NoFacts] = Registry(
     kind="opd_advantage_fn",

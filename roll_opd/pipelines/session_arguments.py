@@ -22,7 +22,14 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.rows import BadRow, Row, parse_row, with_system_prompt
 from roll_opd.models.model_info import read_model
 from roll_opd.objective.aggregation import MODES
-from roll_opd.objective.algorithms import ALGORITHMS, DIVERGENCE_NAMES, KL_LOSSES, check_combination, loss_facts
+from roll_opd.objective.algorithms import (
+    DIVERGENCE_NAMES,
+    KL_LOSSES,
+    algorithm,
+    algorithm_names,
+    check_combination,
+    loss_facts,
+)
 from roll_opd.objective.registry import POLICY_LOSSES, advantage, opd_advantage, policy_loss
 from roll_opd.samples.sample import Sample, TargetRef
 
@@ -194,8 +201,8 @@ def _loss_arguments(own: ObjectivePlan, changed: ObjectivePlan, keys: Mapping[st
 def _check_names(objective: ObjectivePlan, keys: Mapping[str, Any]) -> None:
     """Raise AlgorithmError or ValueError if a loss, an estimator or another name does not exist."""
     loss = objective.policy_loss
-    if loss in ALGORITHMS and loss not in POLICY_LOSSES.builtin:
-        known = ALGORITHMS[loss]
+    if loss in algorithm_names() and loss not in POLICY_LOSSES.builtin:
+        known = algorithm(loss)
         raise ValueError(
             f"forward_backward: {loss} is an algorithm, not a policy loss; pass loss={known.policy_loss!r}"
             + (f" and adv_estimator={known.advantage!r}" if known.advantage else "")

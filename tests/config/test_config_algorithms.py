@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.objective.algorithms import ALGORITHMS
+from roll_opd.objective.algorithms import algorithm, algorithm_names
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
 REFERENCE = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mapping": "[0]"}
-OF_ROLLOUTS = [name for name, row in ALGORITHMS.items() if row.schema == "experience" and name != "on_policy_distill"]
+OF_ROLLOUTS = [
+    name for name in algorithm_names() if algorithm(name).schema == "experience" and name != "on_policy_distill"
+]
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def rl(values: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OF_ROLLOUTS)
 def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, name: str) -> None:
-    row = ALGORITHMS[name]
+    row = algorithm(name)
     changes = {"algorithm_type": name} | ({"reference": REFERENCE} if row.kl_loss else {})
     if row.advantage == "gae":
         changes["critic"] = {**rl["actor_train"], "data_args": None}
@@ -98,6 +100,7 @@ def test_pure_distillation_by_its_row(plan: Plan, values: dict[str, Any]) -> Non
     assert clipped.policy_loss_args == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}
 
 
+@pytest.mark.extras
 def test_written_keys_win_over_those_of_the_algorithm(rl: dict[str, Any], plan: Plan) -> None:
     written = {
         "num_return_sequences_in_group": 4,
@@ -122,6 +125,7 @@ def test_arguments_of_the_tokens_are_keys_of_their_own(rl: dict[str, Any], plan:
     assert objective.advantage_args == {"mean_cal_level": None, "std_cal_level": None}
 
 
+@pytest.mark.extras
 def test_rolls_keys_and_the_table_meet(rl: dict[str, Any], plan: Plan) -> None:
     objective = plan({"adv_estimator": "grpo", "norm_std_type": "batch"}, pure=False).objective
     assert objective.advantage_args == {"mean_cal_level": "group", "std_cal_level": "batch"}
@@ -153,6 +157,7 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
     assert (objective.adv_estimator, objective.advantage_args) == ("my_row.advantage", {})
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

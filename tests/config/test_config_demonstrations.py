@@ -31,6 +31,7 @@ def mix(values: dict[str, Any], root: Path) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.extras
 def test_half_of_each_update_are_demonstrations(mix: dict[str, Any], plan: Plan, root: Path) -> None:
     run = plan({}, pure=False)
     expert = run.demonstrations
@@ -48,6 +49,7 @@ def test_half_of_each_update_are_demonstrations(mix: dict[str, Any], plan: Plan,
     assert run.warnings == ()
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("share", "prompts", "rows", "updates"), [(0.25, 6, 4, 1), (0.75, 8, 12, 4), (0.125, 7, 2, 1), (None, 4, 8, 1)]
 )
@@ -60,6 +62,7 @@ def test_any_share_of_demonstrations_gives_whole_rows_and_updates(
     assert run.student.optimizer.total_steps == 10 * updates
 
 
+@pytest.mark.extras
 def test_the_loss_alone_and_its_arguments(mix: dict[str, Any], plan: Plan) -> None:
     changes = {"algorithm_type": ..., "policy_loss_fn": "mix_chord", "adv_estimator": "grpo"}
     run = plan({**changes, "policy_loss_fn_args": {"mu_peak": 0.9, "clip_range": 0.1}}, pure=False)
@@ -77,6 +80,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
     assert plan(changes, pure=False).demonstrations.rows_per_update == 8
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -119,6 +123,7 @@ def test_mistakes_are_explained(mix: dict[str, Any], problems: Problems, changes
     assert any(message in sentence for sentence in found), found
 
 
+@pytest.mark.extras
 def test_an_empty_file_is_refused(mix: dict[str, Any], problems: Problems, root: Path) -> None:
     (root / "demonstrations.jsonl").write_text("\n")
     (found,) = problems({}, pure=False)

@@ -64,6 +64,7 @@ def test_schedules_that_cannot_be(problems: Problems, name: str, kwargs: dict[st
     assert message in found
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("role", "top", "loss", "said"),
     [
@@ -85,6 +86,7 @@ def test_pg_variant_is_read_where_roll_reads_it(
     assert len(found) == bool(said) and all(text.startswith(said or "") for text in found)
 
 
+@pytest.mark.extras
 def test_pg_variant_brings_its_arguments(rl: dict[str, Any], plan: Plan, problems: Problems) -> None:
     rl["actor_train"] |= {"worker_cls": PG, "pg_variant": "topr", "topr_positive_weight": 2.0}
     arguments = plan({}, pure=False).objective.policy_loss_args

@@ -2,13 +2,13 @@
 
 import pytest
 
-from roll_opd.objective.algorithms import ALGORITHMS, check_combination, merged_arguments
+from roll_opd.objective.algorithms import algorithm, algorithm_names, check_combination, merged_arguments
 from roll_opd.objective.registry import POLICY_LOSSES
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithm_names())
 def test_every_row_is_sound(name: str) -> None:
-    row = ALGORITHMS[name]
+    row = algorithm(name)
     assert not check_combination(
         policy_loss=row.policy_loss,
         advantage=row.advantage,
@@ -23,6 +23,7 @@ def test_every_row_is_sound(name: str) -> None:
 SOUND = {"policy_loss": "ppo", "advantage": "grpo"}
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -70,6 +70,7 @@ def test_every_update_has_its_share_of_both(own: int, given: int, updates: int) 
     assert [e.id for e in together if e.demonstration] == [f"r{n}#demonstration{n}" for n in range(given)]
 
 
+@pytest.mark.extras
 def test_they_carry_no_advantage_and_no_reward() -> None:
     objective = ObjectivePlan(adv_estimator="step_wise_grpo", gamma=1.0, init_kl_coef=0.1, policy_loss="mix")
     own = external_advantages([sample(0, 1.0), sample(1, 0.0), sample(2, 1.0), sample(3, 0.0)], objective)
@@ -101,6 +102,7 @@ def test_they_carry_no_advantage_and_no_reward() -> None:
     assert not any(marked[name].any() for name in unread if name in marked)
 
 
+@pytest.mark.extras
 def test_a_run_of_one_step_is_grpo() -> None:
     """`step_wise_grpo` where each sample is the one step of its run: the mean of its group is its baseline."""
     made = [sample(n, reward) for n, reward in enumerate((1.0, 0.0, 0.5, 0.5, 0.0, 2.0))]

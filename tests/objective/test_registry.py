@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from roll_opd.base.entry_points import entries
 from roll_opd.base.registry import Registry, defaults
 from roll_opd.objective.advantages.batch import Normalised, RewardBatch
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, algorithm
@@ -56,8 +57,10 @@ def test_what_is_read_of_a_function_is_what_it_is_registered_with(registry: Regi
         name: (registry._registered[name][1], defaults(function, given_by_us=1)) for name, function in functions.items()
     }
     modules = pkgutil.iter_modules(importlib.import_module(registry.package).__path__, f"{registry.package}.")
-    parts = {id(part) for module in modules for part in vars(importlib.import_module(module.name)).values()}
+    names = {*(module.name for module in modules), *(entry.module for entry in entries(registry.group).values())}
+    parts = {id(part) for name in names for part in vars(importlib.import_module(name)).values()}
     assert {name for name, (part, _) in registry._registered.items() if id(part) in parts} == set(read)
+    assert all(registry.declared(name).facts is not None for name in registry.builtin)  # without an import
 
 
 def test_one_function_under_several_names_has_the_facts_of_each() -> None:

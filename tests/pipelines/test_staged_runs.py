@@ -13,13 +13,13 @@ from runs import Run
 from safetensors.torch import load_file
 from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, Stage, optimizer_of
 
-from roll_opd.objective.algorithms import ALGORITHMS
+from roll_opd.objective.algorithms import algorithm, algorithm_names
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scorer import LOGPROBS, TeacherAnswer, TokenSequence, Wanted
 from tests.cover import cover, tiered
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
-NAMES = [name for name in ALGORITHMS if name not in ELSEWHERE]
+NAMES = [name for name in algorithm_names() if name not in ELSEWHERE]
 ALSO_ELSEWHERE = ("ppo", "on_policy_distill")  # on every push: test_staged_critic.py, and the divergences below
 STEPS = 3
 DEMONSTRATIONS = "++demonstrations={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
@@ -27,7 +27,7 @@ DEMONSTRATIONS = "++demonstrations={data_args: {file_name: examples/demo/data/sf
 
 def data_flow(name: str) -> tuple:
     """The calls of roles and the columns of samples that an algorithm needs; its formulas are tested without a run."""
-    row = ALGORITHMS[name]
+    row = algorithm(name)
     return row.advantage == "gae", row.repeat, row.kl_loss, row.expert_data_ratio, name == "on_policy_distill"
 
 
@@ -46,7 +46,7 @@ def last_weights(run: Run) -> Path:
 
 @pytest.mark.parametrize("name", tiered(NAMES, set(cover(NAMES, of=data_flow)) - set(ALSO_ELSEWHERE)))
 def test_every_algorithm_moves_the_weights(stage: Stage, name: str) -> None:
-    row, one_step = ALGORITHMS[name], "max_steps=1"
+    row, one_step = algorithm(name), "max_steps=1"
     if name == "on_policy_distill":
         run = pure(stage, one_step)
     else:

@@ -48,6 +48,7 @@ def samples() -> list[Sample]:
     return found
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("estimator", "level"),
     [

@@ -1,4 +1,4 @@
-"""GRPO, and step-wise GRPO for multi-step runs. Legend: see `batch`."""
+"""GRPO. Legend: see `batch`."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from roll_opd.objective.advantages.batch import (
     RewardBatch,
     group_members,
     normalised_rewards,
-    run_members,
 )
 from roll_opd.objective.registry import register_advantage
 
@@ -48,33 +47,6 @@ def grpo(
         for members in group_members(batch.groups):
             dropped_B[members] = len(members) == 1 or bool(rewards_B[members].std() <= std_threshold)
     return Normalised.given(found.rewards.masked_fill(dropped_B, 0.0), batch.rewards_B.double(), dropped_B)
-
-
-@register_advantage("step_wise_grpo", baseline=True, reads_runs=True)
-def step_wise_grpo(
-    batch: RewardBatch,
-    *,
-    std_cal_level: Level = "group",
-    std_threshold: float | None = None,
-    enable_step_norm: bool = False,
-) -> Normalised:
-    """Return, for all steps of a run, the `grpo` advantage of the run's last reward, as in Trinity-RFT.
-
-    Each run of a prompt counts once in the mean and the std, whatever its number of steps.
-
-    Args:
-        enable_step_norm: whether the advantage is divided by the number of steps of the run.
-    """
-    steps = run_members(batch)
-    rewards_B = batch.rewards_B.double()
-    last = RewardBatch(rewards_B[[members[-1] for members in steps.values()]], [group for group, _ in steps])
-    found = grpo(last, std_cal_level=std_cal_level, std_threshold=std_threshold)
-    advantages_B, dropped_B = torch.zeros_like(rewards_B), torch.zeros(len(rewards_B), dtype=torch.bool)
-    for place, members in enumerate(steps.values()):
-        score = found.rewards[place]
-        advantages_B[members] = score / len(members) if enable_step_norm else score
-        dropped_B[members] = found.dropped is not None and found.dropped[place]
-    return Normalised.given(advantages_B, rewards_B, dropped_B)
 
 
 def _ranks(batch: RewardBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Advantages without a baseline: REINFORCE (per sample or per step), GAE, REINFORCE++, distillation.
+"""Advantages without a baseline: REINFORCE, GAE, REINFORCE++, distillation.
 
 Legend: see `batch`.
 """
@@ -10,7 +10,6 @@ from roll_opd.objective.advantages.batch import (
     Normalised,
     RewardBatch,
     normalised_rewards,
-    step_returns,
 )
 from roll_opd.objective.registry import register_advantage
 
@@ -36,19 +35,3 @@ def on_policy_distill(batch: RewardBatch) -> Normalised:
     """
     rewards_B = batch.rewards_B.double()
     return Normalised.given(torch.zeros_like(rewards_B), rewards_B)
-
-
-@register_advantage("step_reinforce", reads_runs=True, adds_steps=True)
-def step_reinforce(
-    batch: RewardBatch,
-    *,
-    mean_cal_level: Level = None,
-    std_cal_level: Level = None,
-    step_reward_gamma: float = 0.95,
-) -> Normalised:
-    """Return the discounted return of each step, Σ_k step_reward_gamma^k · R_{t+k}, as in ROLL.
-
-    The mean and the std of the normalisation are taken over steps, so all steps have the same weight.
-    """
-    found = normalised_rewards(step_returns(batch, step_reward_gamma), batch.groups, mean_cal_level, std_cal_level)
-    return Normalised.given(found.rewards, batch.rewards_B.double())

@@ -1,4 +1,7 @@
-"""Baseline advantages: the reward minus a baseline of its group (RLOO, OPMD, AsymRE, REC). Legend: see `batch`."""
+"""Baseline advantages: the reward minus a baseline of its group (RLOO, OPMD, AsymRE, REC).
+
+Legend: see `RewardBatch`.
+"""
 
 from collections.abc import Callable
 from typing import Literal

@@ -1,6 +1,6 @@
 """GiGPO: the advantage of a trajectory in its group, plus the advantage of a step relative to its state.
 
-Legend: see `batch`.
+Legend: see `RewardBatch`.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 The two parts are averaged separately, with the argument `parts` of `aggregation.token_weights`.
 
-Legend: see `batch`.
+Legend: see `LossBatch`.
 """
 
 import math

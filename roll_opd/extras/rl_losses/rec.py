@@ -1,14 +1,16 @@
 """REC loss: off-policy group-relative REINFORCE with clipping ranges and weights. arXiv 2509.24203.
 
-Legend: see `batch`.
+Legend: see `LossBatch`.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from roll_opd.objective.losses.batch import LossBatch
+from roll_opd.objective.losses.bounds import outside
 from roll_opd.objective.losses.likelihood import vanilla
 from roll_opd.objective.registry import register_policy_loss
 
@@ -55,7 +57,7 @@ def rec(
         "forward-kl": -batch.action_logprobs_M,
         "k2": batch.log_ratio_M.square(),
     }
-    kept_M = in_range(
+    kept_M = _in_range(
         batch,
         clip_mode=clip_mode,
         epsilon_low=epsilon_low,
@@ -67,7 +69,7 @@ def rec(
     return loss_M + regularizer_coef * _chosen("regularizer", regularizer, regularizers)
 
 
-def in_range(
+def _in_range(
     batch: LossBatch,
     *,
     clip_mode: str,
@@ -95,6 +97,11 @@ def in_range(
         | (bad_M & (ratio_M >= 1 + epsilon_high_prime)),
     }
     return _chosen("clip_mode", clip_mode, ranges)
+
+
+@outside(rec)
+def _outside(batch: LossBatch, arguments: Mapping[str, Any]) -> Tensor:
+    return ~_in_range(batch, **arguments)
 
 
 def _chosen(argument: str, name: str, among: dict[str, Tensor]) -> Tensor:
