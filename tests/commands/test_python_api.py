@@ -1,7 +1,6 @@
 """`roll_opd.run`: its arguments, and its result after each kind of end. tests/pipelines/test_runs.py trains with it."""
 
 import asyncio
-import importlib
 import signal
 import sys
 import threading
@@ -112,15 +111,3 @@ def test_what_a_run_has_started_does_not_hold_up_its_end() -> None:
     code, output = python_api._run_and_show([sys.executable, "-c", program], {"PATH": "/usr/bin:/bin"})
     assert code == 0 and time.monotonic() - started < 10
     psutil.Process(int(output)).kill()
-
-
-@pytest.mark.parametrize("former", roll_opd.FORMER_MODULES)
-def test_modules_of_earlier_versions_are_importable_and_name_their_new_place(former: str) -> None:
-    sys.modules.pop(former, None)
-    now = importlib.import_module(roll_opd.FORMER_MODULES[former])
-    with pytest.warns(FutureWarning, match=f"{former} is now {now.__name__}"):
-        module = importlib.import_module(former)
-    names = [name for name in vars(now) if name[:2] != "__"]
-    assert all(getattr(module, name) is getattr(now, name) for name in names)
-    for old, new in roll_opd.FORMER_NAMES.get(former, {}).items():
-        assert getattr(module, old) is getattr(now, new)
