@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from roll_opd.base.command_line import (
     DONE,
@@ -63,9 +62,6 @@ from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.stdout_tee import tee_output
 from roll_opd.tracking.trackers import TrackerError
 
-if TYPE_CHECKING:  # imports Ray
-    from roll_opd.pipelines.startup import Backend
-
 # errors that the user can correct
 REFUSALS = (
     AlgorithmError,
@@ -85,7 +81,6 @@ def main(
     pure: bool | None = None,
     pipeline: str | None = None,
     arguments: Sequence[str] | None = None,
-    backend: "Backend | None" = None,
 ) -> int:
     """Run the command line, and return the exit code.
 
@@ -94,7 +89,6 @@ def main(
         pure, pipeline: arguments of `load_plan`. If both are None, the first argument of the command line may name the
             pipeline, as in `roll-opd run`.
         arguments: the command line. None: the arguments of this process.
-        backend: provides the processes of the run. None: the run starts its processes itself.
     """
     parser = argparse.ArgumentParser(description=description)
     is_open = pure is None and pipeline is None
@@ -106,7 +100,7 @@ def main(
         use_utf8()
     parsed = parser.parse_intermixed_args(arguments)
     chosen = pipeline_arguments(parsed) if is_open else {"pure": pure, "pipeline": pipeline}
-    return launch(parsed, **chosen, backend=backend)
+    return launch(parsed, **chosen)
 
 
 def launch(
@@ -114,7 +108,6 @@ def launch(
     *,
     pure: bool | None = None,
     pipeline: str | None = None,
-    backend: "Backend | None" = None,
 ) -> int:
     """Run the configuration that `parsed` selects, and return the exit code.
 
@@ -134,7 +127,7 @@ def launch(
         forget(os.environ)
         return serve(host, lambda text: echo(text, sys.stderr))
     with tee_output(), without_collections():
-        done = _launch(parsed, pure, pipeline, host, backend)
+        done = _launch(parsed, pure, pipeline, host)
     if isinstance(done, int):
         return done
     code = restarted(done.max_restarts)
@@ -148,11 +141,10 @@ def _launch(
     pure: bool | None,
     pipeline: str | None,
     host: LaunchedHost | None,
-    backend: "Backend | None",
 ) -> int | RunPlan:
     """Run the configuration and return the exit code. If the run must be a separate process, only return its plan."""
     is_here = host is None or is_attempt()  # a process that only supervises attempts needs no imports
-    with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
+    with fork_server() if is_here else nullcontext(ForkServer()) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=echo)
             if SESSION_SOCKET in os.environ:
@@ -166,7 +158,7 @@ def _launch(
         if (host or plan.max_restarts) and not is_attempt():
             return plan
         if host is None:
-            return _served(plan, server, None, backend)
+            return _served(plan, server, None)
         try:
             hosts = Hosts(host, again=plan.host_timeout_s if restarts_left() else 0.0)
         except LaunchError as error:
@@ -174,7 +166,7 @@ def _launch(
         signal.signal(signal.SIGTERM, _terminated)  # the handler until the run installs another handler
         code = FAILED
         try:
-            code = _served(plan, server, hosts, backend)
+            code = _served(plan, server, hosts)
         except Terminated as error:  # a SIGTERM after the run, before the exit
             code = exit_code(error)
         finally:
@@ -184,7 +176,7 @@ def _launch(
         return code
 
 
-def _served(plan: RunPlan, server: ForkServer, hosts: Hosts | None, backend: "Backend | None") -> int:
+def _served(plan: RunPlan, server: ForkServer, hosts: Hosts | None) -> int:
     if hosts:
         forget(os.environ)
         try:
@@ -198,7 +190,7 @@ def _served(plan: RunPlan, server: ForkServer, hosts: Hosts | None, backend: "Ba
         hosts.warm = wanted_by(plan)
     server.serve(plan, echo)
     os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
-    return _run(plan, hosts, backend)
+    return _run(plan, hosts)
 
 
 def _terminated(*_: object) -> None:
@@ -227,7 +219,7 @@ def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
     raise LaunchError([f"num_nodes is {plan.num_nodes}, but the run was launched on {size}: {wanted}"])
 
 
-def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
+def _run(plan: RunPlan, hosts: Hosts | None) -> int:
     try:
         # imports torch; a wrong configuration is rejected earlier
         from roll_opd.pipelines.preflight import preflight
@@ -243,7 +235,7 @@ def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
     try:
         from roll_opd.pipelines.run_pipeline import run  # imports Ray
 
-        run(plan, inputs, hosts, backend)
+        run(plan, inputs, hosts)
     except (Exception, KeyboardInterrupt) as error:
         return exit_code(error, refusals=(CheckpointError, ConfigError, DiskFull))
     return DONE

@@ -2,16 +2,19 @@
 
 If a process of vLLM fails, vLLM itself reports only that the process has ended. `start_errors` therefore creates a file
 and stores its path in an environment variable. In vLLM's processes, our plugin calls `record_errors`, which makes
-vLLM's logger write the first exception to this file.
+vLLM's logger write the first exception to this file. If a signal such as SIGILL ends a process, Python's faulthandler
+writes the stack to the same file.
 """
 
+import faulthandler
 import logging
+import multiprocessing
 import os
 import re
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 FILE = "ROLL_OPD_FAILURE_FILE"
 PORT_TAKEN = "ddress already in use"
@@ -35,14 +38,14 @@ def start_errors() -> Iterator[None]:
     except Exception as error:
         with open(name, encoding="utf-8") as file:
             reason = file.read().strip()
-        raise EngineStartError(reason or _exit_reason(error)) from error
+        raise EngineStartError(_crash(reason) or reason or _exit_reason(error)) from error
     finally:
         del os.environ[FILE]
         os.unlink(name)
 
 
 def record_errors() -> None:
-    """Write the first exception that vLLM logs in this process to the file of `start_errors`.
+    """Write the first exception that vLLM logs in this process to the file of `start_errors`, or the stack of a crash.
 
     If no environment variable names a file, nothing is written.
     """
@@ -50,6 +53,9 @@ def record_errors() -> None:
     logger = logging.getLogger("vllm")
     if name and not any(isinstance(handler, _FirstError) for handler in logger.handlers):
         logger.addHandler(_FirstError(name))
+        if multiprocessing.parent_process() is not None:  # not the front end, whose dumps go to Ray's log
+            with suppress(OSError):  # the process that started the engine no longer needs the reason
+                faulthandler.enable(os.open(name, os.O_WRONLY | os.O_APPEND), all_threads=False)
 
 
 class _FirstError(logging.Handler):
@@ -70,6 +76,22 @@ class _FirstError(logging.Handler):
                     file.write(f"{type(error).__name__}: {error}")
         except OSError:
             pass  # the process that started the engine no longer needs the reason
+
+
+def _crash(dump: str) -> str | None:
+    """Return a sentence about the crash that faulthandler has dumped, or None if the text is no dump."""
+    crash = re.match(r"Fatal Python error: (.+)", dump)
+    if not crash:
+        return None
+    frames = re.findall(r'File "(?:.*site-packages/)?(.+)", line (\d+) in (\S+)', dump)
+    called = next((frame for frame in frames if not frame[0].startswith("torch/_ops")), None)
+    place = f" in {called[2]} ({called[0]}:{called[1]})" if called else ""
+    remedy = {
+        "Illegal instruction": "; this CPU does not execute an instruction of the kernel. On CPUs that list AMX, bf16"
+        " uses it: write dtype: fp32",
+        "Bus error": "; /dev/shm or the memory may be full",
+    }
+    return f"a process of vLLM crashed with {crash[1].lower()}{place}{remedy.get(crash[1], '')}"
 
 
 def _exit_reason(error: Exception) -> str:

@@ -214,7 +214,7 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
         run.plan.teacher_preflight,
         workers.student.group,
         workers.scorers.teachers,
-        run.logger.teacher_preflight,
+        run.logger.preflight,
         demonstration_samples(answered, 0),
         may_be_student=run.plan.allow_self_teacher
         or run.resumed is not None,  # a trained student may equal its teacher

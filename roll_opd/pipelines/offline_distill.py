@@ -83,7 +83,7 @@ async def _check(run: Run, student: Student) -> None:
     rows: list[Prompt] = run.source.peek(CHECKED_ROWS)
     logprobs = await student.compute_logprobs(scored_samples(rows, teacher.name))
     checks = file_checks(rows, logprobs, teacher.source, plan.objective)
-    run.logger.teacher_preflight(teacher.name, checks)
+    run.logger.preflight(teacher.name, checks)
     failed = next((check for check in checks if check.verdict == "failed"), None)
     if failed and plan.teacher_preflight != "warn":
         raise RunError(

@@ -140,7 +140,7 @@ class RunLogger:
             self._teachers[name] = metrics
             self.note(f"Teacher {name}: {validation(self._console.with_grading(metrics))}")
 
-    def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
+    def preflight(self, name: str, rows: Sequence[Check]) -> None:
         """Print the results of a teacher's preflight, and write them to a file of the run."""
         self._preflight(f"Teacher preflight: {name}", name, rows)
 

@@ -4,6 +4,7 @@ A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`. `u
 module of `RunPlan.pipeline`.
 """
 
+import asyncio
 import gc
 import os
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 from roll_opd.base.command_line import write_run_directory
 from roll_opd.base.failures import ConfigError, RunError, SkippedUpdates, os_sentence
 from roll_opd.base.full_disk import DiskFull, full_disk
+from roll_opd.cluster import runtime
 from roll_opd.cluster.multihost.hosts import Hosts
+from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartupProgress
 from roll_opd.cluster.waits import watchdog
 from roll_opd.config.plan import RunPlan
@@ -30,7 +33,7 @@ from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.server_reach import check_reach
 from roll_opd.pipelines.shutdown import Ending
-from roll_opd.pipelines.startup import Backend, begin
+from roll_opd.pipelines.startup import begin
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.console import show_progress
 from roll_opd.tracking.run_directory import RunDirectory, checksum, lock_run
@@ -40,14 +43,18 @@ from roll_opd.workers.group import watched
 from roll_opd.workers.worker_progress import running_calls
 
 
-def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None, backend: Backend | None = None) -> None:
+def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None) -> None:
     """Create the run directory, start Ray, and train to the last step.
 
     `hosts` are the launched hosts of a multi-host run. If the run fails during start-up, its directory is removed.
     Raises RunError if the run cannot continue.
     """
     with tee_output() as tee, own_directory(plan, inputs.resumed, inputs.history) as directory:
-        _run(plan, inputs, directory, tee, hosts, backend or Backend())
+        try:
+            _run(plan, inputs, directory, tee, hosts)
+        finally:
+            if not directory.has_begun:
+                tee.leave(directory.path)
 
 
 def _run(
@@ -56,7 +63,6 @@ def _run(
     directory: RunDirectory,
     tee: StdoutTee,
     hosts: Hosts | None,
-    backend: Backend,
 ) -> None:
     train = loop_of(plan.pipeline)
     resumed = inputs.resumed
@@ -82,14 +88,20 @@ def _run(
         check_reach(plan, starting)
         with (
             ending.before_the_loop(),
-            backend.cluster(plan, starting, hosts, logs),
+            runtime.ray_cluster(plan.devices_per_node, starting, hosts, logs),
             watched(ending.lose),
         ):
             ending.start_up_is_over()
             if hosts:
                 ending.hear_all_hosts()
                 hosts.watch(ending.lose)
-            devices = backend.devices(plan, starting, hosts)
+            devices = Placement(
+                plan.num_nodes,
+                plan.devices_per_node,
+                starting,
+                deterministic=plan.deterministic,
+                addresses=hosts.addresses if hosts else (),
+            )
             if plan.num_nodes > 1:
                 logger.note(f"Devices: {devices_text(devices.hosts())}")
             opened = Run(
@@ -100,7 +112,7 @@ def _run(
                 logger.note, ending.lose, plan.stall_timeout_s, running_calls, is_on=lambda: ending.is_training
             )
             with show_progress(logger.unfinished_step, logger.note, live), watching:
-                backend.complete(_trained(train, opened, backend))
+                asyncio.run(_trained(train, opened))
     except KeyboardInterrupt:
         raise ending.interrupted() from None
     except SkippedUpdates as error:
@@ -147,11 +159,11 @@ def devices_text(devices: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{short_devices(numbers)} on {address}" for address, numbers in devices.items())
 
 
-async def _trained(train: Callable[[Run, RunWorkers], Awaitable[None]], run: Run, backend: Backend) -> None:
+async def _trained(train: Callable[[Run, RunWorkers], Awaitable[None]], run: Run) -> None:
     with run.ending.of_the_loop():
-        workers = await begin(run, backend)
+        workers = await begin(run)
         await train(run, workers)
-        await backend.end(workers)
+        await workers.end()
 
 
 @contextmanager

@@ -151,13 +151,15 @@ class RunWorkers:
         await self.student.load_teacher_head(teacher.plan.name, await teacher.scorer.output_head(), cap)
 
     async def end(self) -> None:
-        """End all processes except the reward workers."""
+        """End all processes."""
         for sampler in filter(None, (self.sampler, self.validation_sampler)):
             await sampler.end()
         scorers = [teacher.scorer for teacher in self.scorers.teachers]
         for role in (self.student, self.critic, self.scorers.reference, *scorers):
             if role:
                 role.end()
+        for pool in self.reward_pools:
+            await pool.end()
 
     async def for_objective(self, objective: ObjectivePlan) -> "RunWorkers":
         """Return the roles after they have been set up for an objective.

@@ -1,19 +1,13 @@
 """Start a run: start Ray and the rewards, try the rewards, validate the teachers, and start the roles."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster import runtime
-from roll_opd.cluster.multihost.hosts import Hosts
-from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import TaskSource
@@ -29,57 +23,14 @@ from roll_opd.workers.reward_pool import RewardPool
 T = TypeVar("T")
 
 
-class Backend:
-    """Starts Ray and workers for one run, and ends them after the run.
-
-    A subclass may keep Ray and the workers for several runs.
-    """
-
-    @contextmanager
-    def cluster(
-        self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None, logs: Path | None
-    ) -> Iterator[None]:
-        """Run the Ray cluster of the run inside the block. Its logs are copied to `logs`."""
-        with runtime.ray_cluster(plan.devices_per_node, starting, hosts, logs):
-            yield
-
-    def devices(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Placement:
-        """Return the devices of the cluster."""
-        return Placement(
-            plan.num_nodes,
-            plan.devices_per_node,
-            starting,
-            deterministic=plan.deterministic,
-            addresses=hosts.addresses if hosts else (),
-        )
-
-    def complete(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine to its end, in the event loop of the workers."""
-        asyncio.run(work)
-
-    async def reward_pools(self, plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
-        """Start the reward workers."""
-        return await start_roles.start_reward_pools(plan, placement)
-
-    async def workers(self, plan: RunPlan, placement: Placement, answers: Path) -> RunWorkers:
-        """Start the roles. The answers of teacher servers are stored in the directory `answers`."""
-        return await start_roles.start_workers(plan, placement, answers)
-
-    async def end(self, workers: RunWorkers) -> None:
-        """End the roles and reward workers after the last step of a run."""
-        await workers.end()
-        for pool in workers.reward_pools:
-            await pool.end()
-
-
-async def begin(run: Run, backend: Backend) -> RunWorkers:
+async def begin(run: Run) -> RunWorkers:
     """Start the rewards and try them, validate the teachers, and start the roles. Return the roles.
 
     The validation of the teachers may continue after this function has returned. If several of these tasks fail, the
     first failure is raised.
     """
     plan = run.plan
-    starting_rewards = asyncio.ensure_future(_start_rewards(run, backend))
+    starting_rewards = asyncio.ensure_future(_start_rewards(run))
     teachers_measured = background_task(measure_teachers(run, starting_rewards))
 
     async def start_models() -> RunWorkers:
@@ -88,7 +39,9 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
         if not (plan.rollout and starts_beside_measurement(plan, run.placement)):
             await teachers_measured
         run.logger.note(f"Starting {started(plan)} ...")
-        starting = background_task(backend.workers(plan, run.placement, run.checkpoints.directory.teacher_answers))
+        starting = background_task(
+            start_roles.start_workers(plan, run.placement, run.checkpoints.directory.teacher_answers)
+        )
         await asyncio.wait({starting, teachers_measured}, return_when=asyncio.FIRST_COMPLETED)
         if teachers_measured.done():
             await teachers_measured  # otherwise a failure would be raised only after all roles have started
@@ -111,8 +64,8 @@ def started(plan: RunPlan) -> str:
     return f"{', '.join(models)} and {last}" if models else last
 
 
-async def _start_rewards(run: Run, backend: Backend) -> tuple[RewardPool, ...]:
-    pools = await backend.reward_pools(run.plan, run.placement)
+async def _start_rewards(run: Run) -> tuple[RewardPool, ...]:
+    pools = await start_roles.start_reward_pools(run.plan, run.placement)
     if pools:
         await try_rewards(pools, run.source)
     return pools

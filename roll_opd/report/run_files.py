@@ -101,7 +101,7 @@ def read_run(path: Path) -> RunRecord:
         path=path,
         metrics=metrics,
         summary=summary,
-        preflight=_mapping(path / PREFLIGHT, problems, optional=True) or summary.get("teacher_preflight", {}),
+        preflight=_mapping(path / PREFLIGHT, problems, optional=True) or summary.get("preflight", {}),
         facts=_mapping(path / RUN_FACTS, problems, optional=True),
         config=_config(config_text, problems),
         config_text=config_text,

@@ -38,7 +38,7 @@ LEDGER = "ledger.jsonl"
 FATES = ("trained", "filtered", "failed")  # outcomes of a draw in the ledger
 VERSIONS = "versions"  # in the ledger: oldest and newest version of the weights that sampled each trained draw
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
-PREFLIGHT = "teacher_preflight.json"
+PREFLIGHT = "preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
 RUN_FACTS = "run.json"
 RESUMING = "resuming_after"  # key of run.json while a resume changes the directory: the step
@@ -176,12 +176,12 @@ class RunDirectory:
         facts = self.read_facts()
         return facts.get("id") if facts else self.path.name
 
-    def write_preflight(self, teacher: str, rows: list[dict[str, str]]) -> None:
-        """Store the preflight results of a teacher. They are stored even if the preflight then stops the run."""
-        write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), teacher: rows}, indent=2) + "\n")
+    def write_preflight(self, name: str, rows: list[dict[str, str]]) -> None:
+        """Store the preflight results of a role. They are stored even if the preflight then stops the run."""
+        write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), name: rows}, indent=2) + "\n")
 
     def read_preflight(self) -> dict[str, Any]:
-        """Return a dict from teacher to stored preflight results. The dict is empty if no results are stored."""
+        """Return a dict from role to stored preflight results. The dict is empty if no results are stored."""
         file = self.path / PREFLIGHT
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 

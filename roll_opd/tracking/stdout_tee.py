@@ -71,6 +71,11 @@ class StdoutTee:
             self._add(self._lines)
             self._lines = []
 
+    def leave(self, directory: Path) -> None:
+        """Write no more output to the file in `directory`, which is going to be removed."""
+        with self._lock:
+            self._files = tuple(file for file in self._files if file.parent != directory)
+
     def show_live(self, text: str) -> None:
         """Show a line in the terminal. The next call replaces the line, and any other output erases it."""
         with self._lock:

@@ -101,7 +101,7 @@ def write_summary(
         summary["started"] = started
     summary.update(seed=seed, versions=versions(), warnings=list(dict.fromkeys(warnings)))
     if preflight := run.read_preflight():
-        summary["teacher_preflight"] = preflight
+        summary["preflight"] = preflight
     write_atomic(run.summary_file, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
 

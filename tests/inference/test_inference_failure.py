@@ -1,7 +1,9 @@
 """The error of an engine that cannot start has the reason of the failed process."""
 
 import logging
+import multiprocessing
 import os
+import signal
 
 import pytest
 
@@ -38,6 +40,22 @@ def test_the_reason_of_a_killed_process_names_its_signal(logger: logging.Logger)
         start_errors(),
     ):
         raise RuntimeError(VLLM.format("{'EngineCore': -9}"))
+
+
+def crash(number: int) -> None:
+    record_errors()
+    os.kill(os.getpid(), number)
+
+
+def test_the_reason_of_a_crash_is_its_signal_and_function() -> None:
+    for number, name in ((signal.SIGILL, "illegal instruction"), (signal.SIGSEGV, "segmentation fault")):
+        with pytest.raises(EngineStartError) as caught, start_errors():
+            process = multiprocessing.get_context("spawn").Process(target=crash, args=(number,))
+            process.start()
+            process.join()
+            raise RuntimeError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+        assert f"crashed with {name} in crash (" in str(caught.value)
+        assert ("dtype: fp32" in str(caught.value)) == (number == signal.SIGILL)
 
 
 def test_an_error_of_the_starting_process_is_its_own_reason() -> None:

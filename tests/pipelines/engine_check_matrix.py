@@ -214,7 +214,7 @@ def run(stage: Engines, name: str, mode: str, seed: int, options: Sequence[str],
     text = " ".join((made.path / "console.log").read_text().split())
     refused = re.search(r"does not sample from the student, by (the first samples|the samples of step (\d+))", text)
     rows = [row for row in read_jsonl(made.path / "metrics.jsonl") if row["step"]]
-    stored = made.path / "teacher_preflight.json"
+    stored = made.path / "preflight.json"
     tables = json.loads(stored.read_text()) if stored.is_file() else {}
     last = re.findall(r"roll-opd: (.{1,300})", text)
     return {

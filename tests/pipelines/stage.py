@@ -6,8 +6,8 @@ the initial weights and optimizer state of the roles.
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ import pytest
 from runs import REPOSITORY, SPREAD, Run, newest_run
 
 from roll_opd.cluster import runtime
-from roll_opd.cluster.forkserver.forkserver_start import fork_server
+from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.commands import run as launch
 from roll_opd.config.plan import RunPlan, TeacherPlan
-from roll_opd.pipelines import start_roles
+from roll_opd.pipelines import run_pipeline, start_roles
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.pipelines.startup import Backend
+from roll_opd.pipelines.start_roles import start_reward_pools, start_workers
 from roll_opd.planner.build import load_plan
 from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.views import SameTokens
@@ -64,7 +64,7 @@ REFERENCE = frozen("reference", "student", "[1]", 1)
 CRITIC_SCHEDULE = "critic.training_args.lr_scheduler_type=constant"
 
 
-class Stage(Backend):
+class Stage:
     """All roles of `plan`; the plan of a run selects the roles that it uses. They remain for the next run."""
 
     def __init__(self, plan: RunPlan, place: Path, events: asyncio.AbstractEventLoop) -> None:
@@ -72,7 +72,7 @@ class Stage(Backend):
         self.placement = Placement(plan.num_nodes, plan.devices_per_node)
         self.started: dict[str, tuple[RewardPool, ...]] = {}
         events.run_until_complete(self.reward_pools(plan, self.placement))
-        self._workers = events.run_until_complete(start_roles.start_workers(plan, self.placement))
+        self._workers = events.run_until_complete(start_workers(plan, self.placement))
         events.run_until_complete(self._workers.save(place / "start"))
 
     def run(
@@ -86,8 +86,24 @@ class Stage(Backend):
         place = place or self.place
         spread = SPREAD if config == PURE else ()
         command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", *spread, *overrides]
-        code = launch.main("a run on a stage", arguments=[*command, f"exp_name={name}"], backend=self)
+        code = self.launch([*command, f"exp_name={name}"])
         return Run(code, "", newest_run(place / name).resolve())
+
+    def launch(self, arguments: Sequence[str]) -> int:
+        """Launch a command line on the Ray cluster and roles of this stage, and return the exit code."""
+
+        async def goes_on(_: RunWorkers) -> None:
+            """Leave the roles for the next run."""
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "fork_server", lambda: nullcontext(ForkServer()))
+            patch.setattr(runtime, "ray_cluster", lambda *_: nullcontext())
+            patch.setattr(run_pipeline, "Placement", lambda *_, **__: self.placement)
+            patch.setattr(asyncio, "run", self._events.run_until_complete)
+            patch.setattr(start_roles, "start_reward_pools", self.reward_pools)
+            patch.setattr(start_roles, "start_workers", self.workers)
+            patch.setattr(RunWorkers, "end", goes_on)
+            return launch.main("a run on a stage", arguments=arguments)
 
     @property
     def first_weights(self) -> Path:
@@ -98,7 +114,7 @@ class Stage(Backend):
         """Return the existing pools for this plan's rewards, or new ones."""
         settings = str([(reward.domain, reward.terms, reward.world_size) for reward in plan.rewards])
         if settings not in self.started:
-            self.started[settings] = await start_roles.start_reward_pools(plan, self.placement)
+            self.started[settings] = await start_reward_pools(plan, self.placement)
         for pool, reward in zip(self.started[settings], plan.rewards, strict=True):
             pool.plan = reward
             pool.drain_metrics()
@@ -134,18 +150,6 @@ class Stage(Backend):
         engines = self._workers.sampler.engines.actors
         settings = of_engines.rollout.on_weight_update, of_engines.deterministic
         await asyncio.gather(*[engine.__ray_call__.remote(change, *settings) for engine in engines])
-
-    def cluster(self, *_: object) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def devices(self, *_: object) -> Placement:
-        return self.placement
-
-    def complete(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._events.run_until_complete(work)
-
-    async def end(self, workers: RunWorkers) -> None:
-        pass
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """Return the started frozen role that has the settings of this teacher; it may be the reference policy."""

@@ -27,7 +27,7 @@ def run(stage: Stage, tmp_path: Path, *overrides: str, config: tuple[str, str] =
 
 
 def verdicts(run: Run) -> dict[str, str]:
-    (rows,) = json.loads((run.path / "teacher_preflight.json").read_text()).values()
+    (rows,) = json.loads((run.path / "preflight.json").read_text()).values()
     return {row["check"]: row["verdict"] for row in rows}
 
 

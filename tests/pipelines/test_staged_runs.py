@@ -181,10 +181,21 @@ def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
 @pytest.mark.nightly  # on every push: all verdicts of a teacher in test_staged_teachers.py, and its refusal below
 def test_the_preflight_of_a_sound_teacher_changes_no_bit(stage: Stage) -> None:
     checked, unchecked = (pure(stage, "max_steps=1", *more) for more in ((), ("teacher_preflight=false",)))
-    rows = json.loads((checked.path / "summary.json").read_text())["teacher_preflight"]["teacher"]
+    rows = json.loads((checked.path / "summary.json").read_text())["preflight"]["teacher"]
     assert len(rows) == 12 and {row["verdict"] for row in rows} == {"ok"}, rows
-    assert "teacher_preflight" not in json.loads((unchecked.path / "summary.json").read_text())
+    assert "teacher" not in json.loads((unchecked.path / "summary.json").read_text())["preflight"]
     weights = [load_file(run.path / "checkpoints/step_1/hf/model.safetensors") for run in (checked, unchecked)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.nightly  # on every push: refusals and values of the check in test_engine_check.py
+@pytest.mark.parametrize("mode", ["synchronous", "async"])
+def test_the_engine_check_changes_no_bit(stage: Stage, mode: str) -> None:
+    settings = ["max_steps=3"] if mode == "synchronous" else ["max_steps=3", "async_generation_ratio=1"]
+    checked, unchecked = (pure(stage, *settings, *more) for more in ((), ("engine_check=false",)))
+    assert all("rollout/engine/z" in row for row in checked.rows("metrics.jsonl")[1:])
+    assert not any("rollout/engine/z" in row for row in unchecked.rows("metrics.jsonl"))
+    weights = [load_file(run.path / "checkpoints/step_3/hf/model.safetensors") for run in (checked, unchecked)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

@@ -60,7 +60,7 @@ def test_another_scorer_teaches_what_the_megatron_teacher_teaches(
     for name, tensor in weights[0].items():
         moved, apart = (tensor - before[name]).norm(), (weights[1][name] - tensor).norm()
         assert moved > 0 and apart <= 0.05 * moved, name
-    checks = [json.loads((run.path / "summary.json").read_text())["teacher_preflight"]["teacher"] for run in both]
+    checks = [json.loads((run.path / "summary.json").read_text())["preflight"]["teacher"] for run in both]
     assert {row["check"] for row in checks[0]} - {row["check"] for row in checks[1]} == TOPK_CHECKS
     assert {row["verdict"] for row in checks[1]} == {"ok"}
 

@@ -10,7 +10,6 @@ from runs import REPOSITORY, Run
 from safetensors.torch import load_file
 from stage import Stage
 
-from roll_opd.commands import run as launch
 from tests.pages import blocks
 
 # of the stage, whose roles are there already: the student on one slot, the engine on the other
@@ -39,7 +38,7 @@ def test_a_yaml_of_trinitys_trains(
     (tmp_path / "theirs.yaml").write_text(blocks("coming-from-trinity.md", "yaml")[0])
 
     words = ["--config", str(tmp_path / "theirs.yaml"), f"plugin_dir={tmp_path}/plugins", "logged_samples_per_step=64"]
-    code = launch.main("a run on a stage", arguments=[*words, *AS_STAGED], backend=stage)
+    code = stage.launch([*words, *AS_STAGED])
 
     reported, wrong = capfd.readouterr()
     assert code == 0, wrong
