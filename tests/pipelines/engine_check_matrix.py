@@ -40,7 +40,7 @@ SHORT = (
     "teacher_preflight=false",
 )
 LORA = ("model_args.lora_target=all-linear", "model_args.lora_rank=4", "training_args.learning_rate=1.0e-2")
-CORRECTION = "train_infer_correction={{is_weight: {{enabled: true}}}}"
+CORRECTION = "train_infer_correction={{filters: [{{enabled: true, ratio_low: 0.5, ratio_high: 2.0}}]}}"
 # mode -> its configuration and settings
 MODES: dict[str, tuple[tuple[str, str], tuple[str, ...]]] = {
     "pure": (PURE, ()),
