@@ -131,60 +131,51 @@ def check_combination(
     loss_agg_mode: str | None = None,
     expert_data_ratio: float = 0.0,
     opd_objective: str = "sampled",
-) -> list[str]:
-    """Return an error message for each part that has no effect or is mathematically wrong in this combination.
+) -> list[tuple[str, str]]:
+    """Return (key, reason) for each part that has no effect or is mathematically wrong in this combination.
 
     A user's function that declares no facts is assumed to be correct.
     """
-    facts = loss_facts(policy_loss)
-    name = f"policy loss {policy_loss}"
-    wrong = []
-    if not facts.reads_advantages and teachers and opd_objective == "sampled":
-        wrong.append(
-            f"{name} reads no advantages, so the teachers' term, which is a part of the advantages, would have no"
-            " effect; use importance_sampling or ppo"
-        )
-    elif not facts.reads_advantages and advantage is not None:
-        wrong.append(f"{name} reads no advantages, so advantage {advantage} would have no effect; remove the advantage")
-    if facts.reads_advantages and advantage is None:
-        wrong.append(
-            f"{name} is a multiple of the advantages, which are 0 without an advantage function; set an advantage"
-            " function"
-        )
-    if advantage == "on_policy_distill" and not teachers:
-        wrong.append(
-            "advantage on_policy_distill has only the teachers' term, which is 0 without a teacher; add a teacher"
-        )
-    if (advantage == "gae") != critic:
-        wrong.append(
-            "advantage gae needs the values of a critic, but there is none; set use_critic or use another advantage"
-            if advantage == "gae"
-            else f"only advantage gae uses a critic's values, but the advantage is {advantage}; remove the critic"
-        )
-    if kl_loss in ("k1", "kl"):
-        wrong.append(
-            f"{kl_loss} as a KL loss has the gradient of log π, which is independent of the reference policy and has"
-            " expectation 0; use k2, whose gradient is the gradient of the reverse KL"
-        )
-    if kl_loss is not None and not reference:
-        wrong.append(f"a KL loss ({kl_loss}) needs a reference policy, but there is none; write a reference section")
-    if facts.needs == "pairs":
-        if not reference:
-            wrong.append(f"{name} needs a reference policy, but there is none; write a reference section")
-        if loss_agg_mode not in (None, "seq-mean-token-mean"):
-            wrong.append(
-                f"{name} gives one value per pair, but loss_agg_mode {loss_agg_mode} would weight pairs by their"
-                " length; use seq-mean-token-mean"
-            )
-    if facts.needs == "demonstrations" and not 0 < expert_data_ratio < 1:
-        wrong.append(
-            f"{name} combines demonstrations and the student's samples, but with expert_data_ratio"
-            f" {expert_data_ratio:g} one of these two parts is empty; choose a ratio between 0 and 1"
-        )
-    if expert_data_ratio and critic:
-        wrong.append(
-            "demonstrations are not sampled, so a critic cannot be trained on demonstrations; remove the critic"
-        )
-    if policy_loss in POLICY_LOSSES.builtin and facts.needs != "demonstrations" and expert_data_ratio:
-        wrong.append(f"{name} would treat demonstrations as the student's samples; use mix or mix_chord")
-    return wrong
+    facts, name = loss_facts(policy_loss), f"policy loss {policy_loss}"
+    mixes = facts.needs == "demonstrations"
+    of_loss = {
+        f"{name} reads no advantages, so the teachers' term, which is a part of the advantages, would have no effect;"
+        " use importance_sampling or ppo": not facts.reads_advantages and teachers and opd_objective == "sampled",
+        f"{name} reads no advantages, so advantage {advantage} would have no effect; remove the advantage": (
+            not facts.reads_advantages and advantage is not None and not (teachers and opd_objective == "sampled")
+        ),
+        f"{name} is a multiple of the advantages, which are 0 without an advantage function; set one": (
+            facts.reads_advantages and advantage is None
+        ),
+        "advantage on_policy_distill has only the teachers' term, which is 0 without a teacher; add a teacher": (
+            advantage == "on_policy_distill" and not teachers
+        ),
+        "advantage gae needs the values of a critic, but there is none; set use_critic or use another advantage": (
+            advantage == "gae" and not critic
+        ),
+        f"only advantage gae uses a critic's values, but the advantage is {advantage}; remove the critic": (
+            advantage != "gae" and critic
+        ),
+        f"{name} needs a reference policy, but there is none; write a reference section": (
+            facts.needs == "pairs" and not reference
+        ),
+        f"{name} gives one value per pair, but loss_agg_mode {loss_agg_mode} would weight pairs by their length; use"
+        " seq-mean-token-mean": facts.needs == "pairs" and loss_agg_mode not in (None, "seq-mean-token-mean"),
+        f"{name} combines demonstrations and the student's samples, but with expert_data_ratio {expert_data_ratio:g}"
+        " one of these two parts is empty; choose a ratio between 0 and 1": mixes and not 0 < expert_data_ratio < 1,
+        "demonstrations are not sampled, so a critic cannot be trained on demonstrations; remove the critic": (
+            bool(expert_data_ratio) and critic
+        ),
+        f"{name} would treat demonstrations as the student's samples; use mix or mix_chord": (
+            policy_loss in POLICY_LOSSES.builtin and not mixes and bool(expert_data_ratio)
+        ),
+    }
+    of_kl = {
+        f"{kl_loss} as a KL loss has the gradient of log π, which is independent of the reference policy and has"
+        " expectation 0; use k2, whose gradient is the gradient of the reverse KL": kl_loss in ("k1", "kl"),
+        f"a KL loss ({kl_loss}) needs a reference policy, but there is none; write a reference section": (
+            kl_loss is not None and not reference
+        ),
+    }
+    wrong = [("policy_loss", reason) for reason, holds in of_loss.items() if holds]
+    return wrong + [("kl_loss_fn", reason) for reason, holds in of_kl.items() if holds]

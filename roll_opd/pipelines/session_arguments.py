@@ -249,7 +249,7 @@ def _check_effects(plan: RunPlan, objective: ObjectivePlan, keys: Mapping[str, A
         opd_objective=kind,
     )
     if wrong:
-        raise ValueError(f"forward_backward: {wrong[0]}")
+        raise ValueError(f"forward_backward: {wrong[0][1]}")
 
 
 def check_learnable(

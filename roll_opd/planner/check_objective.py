@@ -230,7 +230,7 @@ def _check_functions(top: Top, mode: str) -> None:
             f"{top.policy_loss!r} needs pairs of answers, but a rollout makes none; run it with start_dpo_pipeline.py,"
             " or use another loss",
         )
-    for sentence in check_combination(
+    for key, reason in check_combination(
         policy_loss=top.policy_loss or "",
         advantage=advantage if facts.reads_advantages else None,
         kl_loss=(top.kl_loss_fn or "low_var_kl") if measures_kl else None,
@@ -242,7 +242,7 @@ def _check_functions(top: Top, mode: str) -> None:
         expert_data_ratio=top.expert_data_ratio or 0.0,
         opd_objective=top.opd_objective,
     ):
-        top.diag.error("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
+        top.diag.error(key, reason)
 
 
 def check_groups(top: Top, responses: int, compares_prompts: bool) -> None:

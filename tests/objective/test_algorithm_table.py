@@ -54,7 +54,7 @@ SOUND = {"policy_loss": "ppo", "advantage": "grpo"}
 )
 def test_unsound_combinations(changes: dict, reason: str) -> None:
     assert not check_combination(**SOUND)
-    assert any(reason in sentence for sentence in check_combination(**SOUND | changes))
+    assert any(reason in sentence for _, sentence in check_combination(**SOUND | changes))
 
 
 def test_a_full_divergence_needs_no_advantages() -> None:
