@@ -35,8 +35,8 @@ from roll_opd.planner import (
     supervised_parts,
 )
 from roll_opd.planner.pipeline_choice import is_trinity, pipeline_keys
-from roll_opd.planner.read import read_sections
-from roll_opd.planner.role_reader import RoleReader, Roles, choose_mode, written_workers
+from roll_opd.planner.read import Sections, read_sections
+from roll_opd.planner.role_reader import RoleReader, choose_mode
 from roll_opd.planner.tracker_sections import read_trackers
 from roll_opd.tracking.secrets import without_secrets
 from roll_opd.tracking.trackers import lacking
@@ -136,57 +136,55 @@ def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Dia
     mode = keys.pipeline if supervised else choose_mode(loaded.values, pure, diag)
     sections = read_sections(loaded.values, loaded.variables, keys, mode, diag)
     if not supervised:
-        rollout_parts.complete(sections, keys, mode)
-    roles = RoleReader(sections, mode, diag).read(keys)
-    sampling = (None, None) if supervised else (roles.train, roles.infer)
-    check_values.check_replay(written_workers(sections), *sampling)
-    check_files.compare_models(roles, sections.top)
-    read = supervised_parts.read(sections, roles) if supervised else rollout_parts.read(sections, roles)
-    if read is None:
+        rollout_parts.complete(sections, keys)
+    RoleReader(sections, diag).read(keys)
+    check_values.check_replay(sections, supervised)
+    check_files.compare_models(sections)
+    fields = (supervised_parts if supervised else rollout_parts).fields(sections)
+    if sections.top is None:
         return None
-    common = _common(loaded, read.top, roles, read.validates)
-    fields = read.fields()
-    if fields is None:
+    common = _common(loaded, sections.top, sections)
+    if fields is None or diag.problems:
         return None
-    plan = RunPlan(**common, **fields)
-    _check_engines(plan, roles)
-    return _finished(plan, loaded, read.top, roles, read.longest)
+    plan = RunPlan(**common | fields | ({} if fields["validation"] else {"eval_steps": 0}))
+    _check_engines(plan, sections)
+    return _finished(plan, loaded, sections.top, sections)
 
 
-def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> dict[str, Any]:
+def _common(loaded: LoadedConfig, top: Run, sections: Sections) -> dict[str, Any]:
     """Check the keys that every pipeline has. Return the fields of the plan for these keys."""
     exp_name = top.exp_name or loaded.name
-    output_dir = check_files.check_output(top, exp_name, roles.train.info if roles.train else None)
+    output_dir = check_files.check_output(top, exp_name, sections.train.info if sections.train else None)
     trackers = read_trackers(top)
     resume = check_files.read_resume(top)
     return {
         **shared(RunKeys, top),
-        "eval_steps": top.eval_steps if validates else 0,
         "output_dir": output_dir,
         "logging_dir": check_files.check_logging(top, exp_name),
         "exp_name": exp_name,
-        "num_nodes": check_devices.nodes(roles.placed(), top),
+        "num_nodes": check_devices.nodes(sections.placed(), top),
         "devices_per_node": top.num_gpus_per_node,
         "checkpoint": CheckpointPlan(**shared(CheckpointKeys, top), resume=resume),
         "trackers": tuple(trackers),
         "tracker_args": FrozenDict(trackers),
         "env": parts.environment(top),
-        "chat_template_kwargs": row_plans.chat_variables(top, roles),
+        "chat_template_kwargs": row_plans.chat_variables(top, sections),
     }
 
 
-def _check_engines(plan: RunPlan, roles: Roles) -> None:
+def _check_engines(plan: RunPlan, sections: Sections) -> None:
     """Check that the options of each engine fit together, as vLLM does when it starts."""
-    diags = {role.path: role.diag for role in roles.placed()}
+    diags = {role.path: role.diag for role in sections.placed()}
     # engines of a joined cluster may be on other machines
     on_cpu = not (hardware.has_gpu_driver() or os.environ.get("RAY_ADDRESS"))
     for engine in plan.inference_roles().values():
         check_values.check_batched_tokens(engine, diags[engine.name], on_cpu)
 
 
-def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longest: int) -> RunPlan:
-    """Return `plan` with its estimates and its YAML text. `longest` is the number of tokens in the longest sequence."""
-    models = {role.path: role.info for role in roles.placed() if role.info}
+def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, sections: Sections) -> RunPlan:
+    """Return `plan` with its estimates and its YAML text."""
+    models = {role.path: role.info for role in sections.placed() if role.info}
+    longest = top.longest
     on_devices = replace(plan, device_memory_gb=top.device_memory_gb or hardware.gpu_memory_gb())
     memory = estimate_memory(on_devices, models, longest)
     finished = replace(

@@ -6,13 +6,13 @@ from roll_opd.base import hardware
 from roll_opd.config.schema import Top
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.planner.objective_plan import read_correction
-from roll_opd.planner.role_reader import Roles
+from roll_opd.planner.read import Sections
 
 KEY = "async_generation_ratio"
 ADVICE = "train_infer_correction: {is_weight: {enabled: true}} (truncated importance weights), or filters"
 
 
-def check_async(top: Top, roles: Roles) -> None:
+def check_async(top: Top, roles: Sections) -> None:
     """Check the async keys.
 
     Stale samples need a correction if they have a reward. Engines must not take turns with another role on their
@@ -66,15 +66,15 @@ def check_validation_engines(top: Top, engines: int, *, validates: bool, has_aux
     top.diag.error("validation_engines", f"{reserved}: {why}, or remove validation_engines")
 
 
-def _check_devices(top: Top, roles: Roles) -> None:
+def _check_devices(top: Top, roles: Sections) -> None:
     """Refuse engines that would have to take turns with another role on the same devices."""
     on_gpu = hardware.has_gpu_driver() or bool(os.environ.get("RAY_ADDRESS"))
     takes_turns = on_gpu if top.is_offload_states is None else top.is_offload_states
     if not (takes_turns and roles.infer):
         return
-    mine = set(roles.infer.strategy.devices or ())
+    mine = set(roles.infer.devices or ())
     for role in roles.placed():
-        shared = mine & set(role.strategy.devices or ())
+        shared = mine & set(role.devices or ())
         if role is not roles.infer and shared:
             top.diag.error(
                 KEY,

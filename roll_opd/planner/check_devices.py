@@ -5,27 +5,26 @@ from itertools import combinations
 
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.schema import Run
+from roll_opd.config.schema import Run, Worker
 from roll_opd.models.device_phases import members_on_gpus
 from roll_opd.models.memory import device_memory, readable_bytes
 from roll_opd.planner.device_mapping import short_devices
-from roll_opd.planner.role_reader import Role
 from roll_opd.planner.strategies import OPTIONS
 
 
-def nodes(roles: list[Role], top: Run) -> int:
+def nodes(roles: list[Worker], top: Run) -> int:
     """Return the number of nodes of a run.
 
     This is num_nodes, or the number of nodes in the device mappings if it is larger, as in ROLL.
     """
-    last = max((max(role.strategy.devices) for role in roles if role.strategy.devices), default=0)
+    last = max((max(role.devices) for role in roles if role.devices), default=0)
     return max(top.num_nodes or 1, last // top.num_gpus_per_node + 1)
 
 
-def check_devices(roles: list[Role], top: Run) -> None:
+def check_devices(roles: list[Worker], top: Run) -> None:
     """Check that all devices exist. The devices of two roles must be equal, disjoint or nested."""
     total = (top.num_nodes or nodes(roles, top)) * top.num_gpus_per_node
-    known = [(role, set(role.strategy.devices)) for role in roles if role.strategy.devices]
+    known = [(role, set(role.devices)) for role in roles if role.devices]
     for role, devices in known:
         if max(devices) >= total:
             role.diag.unsupported(  # ROLL's YAML files use devices beyond num_nodes, which ROLL overwrites
@@ -34,14 +33,14 @@ def check_devices(roles: list[Role], top: Run) -> None:
                 f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise or remove num_nodes,"
                 " or change device_mapping",
             )
-        layout = role.strategy.layout
+        layout = role.layout
         if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:
             role.diag.unsupported(
                 f"{OPTIONS}.tensor_parallel_size",
                 f"an engine of {layout.tp} devices spans several nodes of {top.num_gpus_per_node} devices, which is not"
                 f" available yet; use at most {top.num_gpus_per_node}",
             )
-        elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
+        elif layout and (apart := _apart(role.devices or (), layout.tp, top.num_gpus_per_node)):
             where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node} devices each"
             if role.job == "rollout":
                 role.diag.unsupported(

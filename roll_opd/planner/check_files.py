@@ -5,12 +5,11 @@ These checks read only small parts of files and write nothing. Problems are reco
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from roll_opd.base.paths import expanded, find_path
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.schema import Run, Top
+from roll_opd.config.schema import Run, Top, Worker, changed
 from roll_opd.data.rows import Row
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_files import read_json
@@ -19,22 +18,22 @@ from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_e
 from roll_opd.models.token_bytes import check_format
 from roll_opd.models.tokenizer_files import compare_tokenizers, has_chat_template, has_tokenizer, largest_token_id
 from roll_opd.planner.check_rows import Rows, data_sets
-from roll_opd.planner.role_reader import MODEL, Role, Roles
-from roll_opd.planner.teacher_context import follows, has_context
+from roll_opd.planner.read import Sections
+from roll_opd.planner.role_reader import MODEL
 
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 MAX_NAME_BYTES = 255  # bytes of a directory's name
 RUN_ID_BYTES = len("-20261121-034730-65677a")  # what follows exp_name in the name of a directory of logs
 
 
-def compare_models(roles: Roles, top: Run | None) -> None:
+def compare_models(roles: Sections) -> None:
     """Check that the models of the roles match.
 
     The rollout must run the trained model. A teacher that the run loads itself must be another model than the student,
     unless it follows the student, has more context, or `allow_self_teacher` is true. All models must have the same
     token ids, unless a teacher is aligned.
     """
-    train, infer = roles.train, roles.infer
+    train, infer, top = roles.train, roles.infer, roles.top
     if train is None or train.info is None:
         return
     _check_vocabulary(train)
@@ -51,7 +50,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
     for name, role in roles.teachers.items():
         if role.info is None:
             continue
-        if not (may_be_itself or follows(role) or has_context(role) or role.external):
+        if not (may_be_itself or role.follows or role.has_context or role.external):
             with role.diag.catching(MODEL):
                 if same_weights(train.info, role.info):
                     same = "path" if train.info.path == role.info.path else "weights"
@@ -62,7 +61,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
                         " allow_self_teacher: true",
                     )
         if check == "align" and _has_other_tokens(train, role):
-            roles.teachers[name] = replace(role, is_aligned=True)
+            roles.teachers[name] = changed(role, {"is_aligned": True})
             _check_vocabulary(role)
             continue
         if not _compare_tokenizers(train, role, "teacher", check != "warn"):
@@ -77,7 +76,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
             )
 
 
-def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True) -> bool:
+def _compare_tokenizers(train: Worker, role: Worker, what: str, refuses: bool = True) -> bool:
     """Check that each token id of the student stands for the same token in `role`.
 
     A token that differs is an error, or a warning if `refuses` is False. All other differences are warnings. Returns
@@ -105,7 +104,7 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
         if found.differences:
             counts = "the student's tokenizer and template are used"
             if what == "teacher":
-                own = getattr(role.worker, "template", None)
+                own = getattr(role, "template", None)
                 counts = f"the teacher reads template {own}" if own else f"{counts} unless you set `template: native`"
             role.diag.note(
                 "",
@@ -116,7 +115,7 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
     return False
 
 
-def _has_other_tokens(train: Role, role: Role) -> bool:
+def _has_other_tokens(train: Worker, role: Worker) -> bool:
     """Return whether the teacher's token ids differ from the student's.
 
     If they differ, this function also checks that the two tokenizers can be aligned.
@@ -141,7 +140,7 @@ def _has_other_tokens(train: Role, role: Role) -> bool:
     return False
 
 
-def _check_vocabulary(role: Role) -> None:
+def _check_vocabulary(role: Worker) -> None:
     with role.diag.catching(MODEL, ModelFilesError):
         largest = largest_token_id(role.info.path) if role.info else None
         if role.info and largest is not None and largest >= role.info.vocab:

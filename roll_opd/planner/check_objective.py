@@ -34,7 +34,7 @@ from roll_opd.planner.objective_plan import (
     has_norm_levels,
     keys_of_steps,
 )
-from roll_opd.planner.role_reader import Roles
+from roll_opd.planner.read import Sections
 
 FEWEST_STEPS = 5  # the number of horizons after which an adaptive coefficient could reach 0
 REPORTED_WITH_TEACHERS = {"whiten_advantages", "kl_penalty"}  # by `_check_beside_teachers`
@@ -148,16 +148,13 @@ def _check_reward_part(top: Top) -> None:
             )
 
 
-def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
-    """Report masks that remove every sample, and masks that need rewards if the run has none.
-
-    `responses` is the number of responses per prompt.
-    """
+def check_samples(top: Top, has_rewards: bool) -> None:
+    """Report masks that remove every sample, and masks that need rewards if the run has none."""
     if not has_rewards:
         for key in ("difficulty_mask", "error_max_len_clip"):
             if getattr(top, key):
                 top.diag.error(key, "true needs rewards, but the run has none; remove this key, or write rewards")
-    if top.difficulty_mask and responses == 1:
+    if top.difficulty_mask and top.responses == 1:
         top.diag.warn("difficulty_mask", "true has no effect with one response per prompt, as in ROLL")
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
         top.diag.error(
@@ -245,7 +242,7 @@ def _check_functions(top: Top, mode: str) -> None:
         top.diag.error(key, reason)
 
 
-def check_groups(top: Top, responses: int, compares_prompts: bool) -> None:
+def check_groups(top: Top, compares_prompts: bool) -> None:
     """Check the keys that depend on the number of responses per prompt.
 
     These are the baseline and the horizon of the adaptive KL. If rewards are compared among the responses to a prompt,
@@ -253,13 +250,13 @@ def check_groups(top: Top, responses: int, compares_prompts: bool) -> None:
     reduce the coefficient of the adaptive KL to 0 or below.
     """
     compares = advantage_facts(top.adv_estimator).baseline and compares_prompts
-    if compares and top.norm_mean_type != "batch" and responses == 1:
+    if compares and top.norm_mean_type != "batch" and top.responses == 1:
         top.diag.note(
             "adv_estimator",
             f"{top.adv_estimator} has no baseline with one response per prompt, so rewards are used unchanged; set"
             f" {top.group_key} to 2 or more",
         )
-    samples = top.rollout_batch_size * responses
+    samples = top.rollout_batch_size * top.responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:
         top.diag.error(
             "kl_horizon",
@@ -286,14 +283,14 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
             )
 
 
-def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None:
+def check_signals(top: Top, roles: Sections, rewards: Sequence[RewardPlan]) -> None:
     """Refuse a run in which the coefficients of all training signals are 0.
 
     Missing teachers and rewards are reported elsewhere. A loss or advantage of the user is always accepted, because it
     may need no signal except the samples.
     """
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
-    own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
+    own_coefs = [teacher.opd_kl_coef for teacher in teachers]
     if own_coefs and None not in own_coefs and "opd_kl_coef" in top.written:
         top.diag.note("opd_kl_coef", "has no effect, as every teacher sets this key itself; remove it")
     distils = any(top.opd_kl_coef if own is None else own for own in own_coefs)
@@ -302,7 +299,7 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
         return
     else_nothing = "and no other signal trains the student, so its weights would not change"
     if roles.mode == "pure":
-        diag = next((role.diag for role in teachers if role.worker.opd_kl_coef is not None), top.diag)
+        diag = next((role.diag for role in teachers if role.opd_kl_coef is not None), top.diag)
         if teachers:
             diag.error(
                 "opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; set opd_kl_coef above 0"

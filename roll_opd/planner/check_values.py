@@ -3,14 +3,13 @@
 These functions read no files and raise no exceptions. Problems are recorded in the section that has the key.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import MicroBatchLimits, RolloutPlan
-from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker
+from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker, changed
 from roll_opd.models.memory import VLLM_MAX_SEQUENCES
-from roll_opd.planner.role_reader import Role, Roles
+from roll_opd.planner.read import Sections
 from roll_opd.planner.strategies import OPTIONS
 
 ROUTER_REPLAY = "router_replay.mode"
@@ -18,32 +17,24 @@ SHARE_TOLERANCE = 0.05  # largest error of a sum of shares: thirds may be writte
 MAX_SEQUENCES = 10**7  # sequences of a step, limited by the driver's memory
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a step with a rollout. A size is None if a problem with it has been reported."""
+def read_sizes(sections: Sections, top: Top) -> Top:
+    """Return `top` with lengths and responses per prompt; set the mini-batches of the trained roles.
 
-    n: int  # responses per prompt
-    response: int | None  # tokens of the longest response
-    held_out: int | None  # tokens of the longest response in validation; None: as in training
-    mini_batch: int | None  # sequences of an update of the student
-    critic_mini_batch: int | None
-
-
-def read_sizes(top: Top, roles: Roles) -> Sizes:
-    """Return the lengths and batch sizes. Check that they fit the models and each other."""
-    args = roles.infer.worker.generating_args if roles.infer else GeneratingArgs()
-    n = _responses_per_prompt(top, args)
-    held_out = _held_out_length(top)
-    response = _response_length(top, args)
-    if roles.infer:
+    The sizes must fit the models and each other.
+    """
+    args = sections.infer.generating_args if sections.infer else GeneratingArgs()
+    top = changed(top, {"responses": _responses_per_prompt(top, args), "held_out_tokens": _held_out_length(top)})
+    top = changed(top, {"response_tokens": _response_length(top, args)})
+    if sections.infer:
         _check_sampling(args)
-    if response is not None:
-        _check_lengths(top, roles, args, response, held_out)
-        check_micro_batches(roles.all(), top.prompt_length + response)
-    share = top.expert_data_ratio or 0.0
-    mini = _mini_batch(top, roles.train, n, share) if roles.train else None
-    critic_mini = _mini_batch(top, roles.critic, n) if roles.critic else None
-    return Sizes(n, response, held_out, mini, critic_mini)
+    if top.response_tokens is not None:
+        _check_lengths(top, sections, args, top.response_tokens)
+        check_micro_batches(sections.all(), top.longest)
+    if train := sections.train:
+        sections.train = changed(train, {"mini_batch": _mini_batch(top, train, top.expert_data_ratio or 0.0)})
+    if critic := sections.critic:
+        sections.critic = changed(critic, {"mini_batch": _mini_batch(top, critic)})
+    return top
 
 
 def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
@@ -118,19 +109,17 @@ def _held_out_length(top: Top) -> int | None:
     return both - prompt
 
 
-def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, held_out: int | None) -> None:
-    """Check the lengths of responses and of held-out answers against the models and max_model_len.
-
-    `held_out` is the length of held-out answers, or None if it is the same as in training.
-    """
-    infer, key = roles.infer, args.diag.at("max_new_tokens") if args.max_new_tokens else "response_length"
+def _check_lengths(top: Top, roles: Sections, args: GeneratingArgs, response: int) -> None:
+    """Check the lengths of responses and of held-out answers against the models and max_model_len."""
+    held_out, infer = top.held_out_tokens, roles.infer
+    key = args.diag.at("max_new_tokens") if args.max_new_tokens else "response_length"
     its_own = "val_sequence_length" if top.val_sequence_length else "validation.generating_args.max_new_tokens"
     for new, its_key in ((response, key), (held_out, its_own)):
         if new:
             what = f"prompt_length {top.prompt_length} + {new} new tokens"
             check_positions(top, roles.all(), top.prompt_length + new, what, its_key)
     needed = top.prompt_length + max(response, held_out or 0)
-    length = infer.strategy.max_model_len if infer else None
+    length = infer.max_model_len if infer else None
     if infer is None or length is None:
         return
     key = f"{OPTIONS}.max_model_len"
@@ -174,7 +163,7 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
         )
 
 
-def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:
+def check_positions(top: Run, roles: list[Worker], tokens: int, what: str, key: str) -> None:
     """Check that a sequence of `tokens` tokens fits into the positions of every model.
 
     `what` describes the tokens in the error message.
@@ -228,17 +217,18 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
     return device * steps * dp, arithmetic
 
 
-def _mini_batch(top: Top, train: Role, n: int, share: float = 0.0) -> int | None:
+def _mini_batch(top: Top, train: Worker, share: float = 0.0) -> int | None:
     """Return the number of sequences in one optimizer update, over all data-parallel ranks.
 
     The fraction `share` of these sequences are demonstrations, and the rest are samples of the step. A step must be a
     multiple of the mini-batch. If the pipeline makes tasks, this is only a warning, because the number of samples
     per trajectory is not known in advance.
     """
-    if train.strategy.layout is None:
+    if train.layout is None:
         return None
-    args, dp = train.worker.training_args, train.strategy.layout.dp
+    args, dp = train.training_args, train.layout.dp
     mini, arithmetic = _per_update(args, dp)
+    n = top.responses
     sequences = top.rollout_batch_size * n
     if sequences > MAX_SEQUENCES:
         top.diag.error(
@@ -276,13 +266,13 @@ def _mini_batch(top: Top, train: Role, n: int, share: float = 0.0) -> int | None
     return mini
 
 
-def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
+def rows_per_step(top: Supervised, train: Worker) -> tuple[int, int]:
     """Return (step, update) for a run on rows with answers.
 
     These are the number of rows in a step and the number of rows in an optimizer update.
     """
-    dp = train.strategy.layout.dp if train.strategy.layout else 1
-    update, arithmetic = _per_update(train.worker.training_args, dp)
+    dp = train.layout.dp if train.layout else 1
+    update, arithmetic = _per_update(train.training_args, dp)
     rows = top.train_batch_size or update
     if rows % update:
         top.diag.error(
@@ -302,7 +292,7 @@ def _fitting(sequences: int, share: int) -> str:
     return f"gradient_accumulation_steps could be {', '.join(divisors[-6:])}"
 
 
-def check_micro_batches(roles: Sequence[Role], longest: int, answers: int = 0) -> None:
+def check_micro_batches(roles: Sequence[Worker], longest: int, answers: int = 0) -> None:
     """Check that the longest sequence fits into a micro-batch.
 
     In training, the answers of a row stay together in a micro-batch. `answers` is the number of answers in a row.
@@ -310,10 +300,10 @@ def check_micro_batches(roles: Sequence[Role], longest: int, answers: int = 0) -
     what = "one sequence of prompt + " + ("answer" if answers else "response")
     for role in roles:
         if role.job != "rollout":
-            _check_micro_batch(role.worker, False, longest, what)
+            _check_micro_batch(role, False, longest, what)
         if role.job == "train":
             pair = "a pair, which stays together" if answers > 1 else what
-            _check_micro_batch(role.worker, True, longest * max(answers, 1), pair)
+            _check_micro_batch(role, True, longest * max(answers, 1), pair)
 
 
 def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) -> None:
@@ -351,33 +341,30 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
     return MicroBatchLimits(sequences=size)
 
 
-def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
+def check_replay_of_turns(workflow: str | None, train: Worker | None) -> None:
     """Refuse routing replay in workflows, because routes are not recorded for their turns."""
-    if workflow and train and train.worker.router_replay.mode != "disable":
-        train.worker.diag.error(
-            ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; use disable"
-        )
+    if workflow and train and train.router_replay.mode != "disable":
+        train.diag.error(ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; use disable")
 
 
-def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
+def check_replay(sections: Sections, supervised: bool) -> None:
     """Refuse routing replay where it cannot work.
 
-    It needs a rollout, the student's roles, the same mode in both of these roles, and a model with experts. `train` and
-    `infer` are the student's roles. They are None in a supervised run, or if the role could not be read.
+    It needs a rollout, the student's roles, the same mode in both of these roles, and a model with experts.
     """
-    students = [role.worker for role in (train, infer) if role]
-    for worker in workers:
-        if worker.router_replay.mode != "disable" and not any(worker is student for student in students):
+    train, infer = (None, None) if supervised else (sections.train, sections.infer)
+    for worker in sections.written():
+        if worker.router_replay.mode != "disable" and worker is not train and worker is not infer:
             worker.diag.error(ROUTER_REPLAY, "only a student that samples has recorded routes; use disable")
     if not (train and infer):
         return
-    written, returned = train.worker.router_replay.mode, infer.worker.router_replay.mode
+    written, returned = train.router_replay.mode, infer.router_replay.mode
     if written != returned:
         both = f"{train.path}.{ROUTER_REPLAY} is {written}, {infer.path}.{ROUTER_REPLAY} {returned}"
-        train.worker.diag.error(
+        train.diag.error(
             ROUTER_REPLAY, f"{both}: one role replays what the other role records; use the same mode in both roles"
         )
     elif written != "disable" and train.info and not train.info.experts:
-        train.worker.diag.error(
+        train.diag.error(
             ROUTER_REPLAY, f"{train.info.path.name} has no experts, so there is no routing to replay; use disable"
         )

@@ -4,8 +4,8 @@ from urllib.parse import urlsplit
 
 from roll_opd.base.addresses import address_fault, server_root
 from roll_opd.base.failures import RunError
-from roll_opd.config.schema import HttpKeys, ScorerKeys, Top
-from roll_opd.planner.role_reader import Role, Roles
+from roll_opd.config.schema import HttpKeys, ScorerKeys, Top, Worker
+from roll_opd.planner.read import Sections
 from roll_opd.teachers.kinds import TEACHERS
 
 TINKER_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"  # the default of the package tinker
@@ -19,12 +19,12 @@ AT_ONE = {  # protocol -> sentence for the error
 }
 
 
-def http_keys(role: Role) -> HttpKeys | None:
+def http_keys(role: Worker) -> HttpKeys | None:
     """Return the `http` section of a teacher that is reached over HTTP; None for any other role."""
     return role.external if isinstance(role.external, HttpKeys) else None
 
 
-def check_scorers(roles: Roles) -> None:
+def check_scorers(roles: Sections) -> None:
     """Check that the classes of teachers with a section `scorer` exist. A run checks their arguments at its start."""
     for role in roles.teachers.values():
         if isinstance(keys := role.external, ScorerKeys):
@@ -35,12 +35,12 @@ def check_scorers(roles: Roles) -> None:
                 TEACHERS.find(keys.name)
 
 
-def check_http_teachers(roles: Roles, top: Top) -> None:
+def check_http_teachers(roles: Sections, top: Top) -> None:
     """Check the teachers that are reached over HTTP.
 
     Their addresses must be valid, and their servers must compute the log-probs that the objective needs.
     """
-    temperature = roles.infer.worker.generating_args.temperature if roles.infer else 1.0
+    temperature = roles.infer.generating_args.temperature if roles.infer else 1.0
     for role in roles.teachers.values():
         keys = http_keys(role)
         if keys is None:
@@ -75,7 +75,7 @@ def _check_addresses(keys: HttpKeys) -> None:
         keys.diag.error("url", "lists an address twice; for more requests to one server, raise concurrency")
 
 
-def _check_targets(role: Role, keys: HttpKeys, top: Top) -> None:
+def _check_targets(role: Worker, keys: HttpKeys, top: Top) -> None:
     """Refuse an objective with targets that the server cannot compute."""
     if top.opd_objective == "full":
         role.diag.error(

@@ -29,14 +29,11 @@ STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_rewar
 BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}
 
 
-def objective_plan(
-    top: Top, mode: str, updates: int, response: int, vocab_size: int, tested: EngineCheckPlan | None
-) -> ObjectivePlan:
+def objective_plan(top: Top, mode: str, updates: int, vocab_size: int, tested: EngineCheckPlan | None) -> ObjectivePlan:
     """Return the objective of a run with rollouts.
 
     Args:
         updates: number of optimizer updates per step.
-        response: maximum number of tokens in a response.
         vocab_size: number of token ids that student and teachers share.
         tested: test of the engine's samples.
     """
@@ -66,7 +63,7 @@ def objective_plan(
         policy_loss_args=FrozenDict({**(clips if reads_clips else {}), **top.policy_loss_fn_args}),
         dual_clip=clips["dual_clip"],
         loss_agg_mode=top.loss_agg_mode or ROLL_LOSS_AGG_MODE,
-        loss_normaliser=float(response),
+        loss_normaliser=float(top.response_tokens or 0),
         opd_vocab_size=vocab_size if has_divergence else None,
         correction=read,
         max_age=top.async_generation_ratio,

@@ -1,19 +1,17 @@
 """Plan distillation from teacher files: rows, teacher and objective."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.plan import DataPlan, FilePlan, ObjectivePlan, TeacherPlan
-from roll_opd.config.schema import ChatKeys, OfflineDistill, RowKeys, keys_of, shared
+from roll_opd.config.plan import DataPlan, FilePlan, ObjectivePlan, TeacherPlan, ValidationPlan
+from roll_opd.config.schema import ChatKeys, OfflineDistill, RowKeys, Worker, keys_of, shared
 from roll_opd.data.files import find_files
 from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES
 from roll_opd.objective.registry import POLICY_LOSSES
-from roll_opd.planner.role_reader import Role
 
 PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys whose values are in other fields of the plan
 TOPK_ONLY = ("opd_topk", "opd_divergence", "sft_loss_coef")
@@ -21,20 +19,10 @@ SAMPLED_ONLY = ("opd_kl_discount", "advantage_clip")
 TEACHER = "teacher"  # name of the teacher in the plan, metrics and records
 
 
-@dataclass(frozen=True)
-class OfflineParts:
-    """The checked parts of a plan for a run on teacher files."""
-
-    data: DataPlan | None
-    held_out: DataPlan | None
-    objective: ObjectivePlan
-    teachers: tuple[TeacherPlan, ...]
-
-
-def read(top: OfflineDistill, train: Role) -> OfflineParts:
-    """Return the checked parts. Problems are reported at their keys."""
-    if train.worker.data_args.file_name:
-        train.worker.data_args.diag.error("file_name", "has no effect, as the rows come from teacher.files; remove it")
+def fields(top: OfflineDistill, train: Worker) -> dict[str, Any]:
+    """Return the fields of the plan that follow from the teacher's files. Problems are reported at their keys."""
+    if train.data_args.file_name:
+        train.data_args.diag.error("file_name", "has no effect, as the rows come from teacher.files; remove it")
     for key in keys_of(ChatKeys).keys() & top.written:
         top.diag.error(key, "has no effect, as the prompts of teacher files are tokens; remove it")
     if top.algorithm_type:
@@ -54,10 +42,14 @@ def read(top: OfflineDistill, train: Role) -> OfflineParts:
             args.diag.error("file_name", "is missing; name a teacher file with held-out rows")
         elif found := _files(args.file_name, args.diag, "file_name"):
             held_out = _rows(top, found)
-    objective = _objective(top, train, facts)
     own = top.teacher
     source = FilePlan(TEACHER, tuple(files), own.compression, own.name, own.sft_teacher)
-    return OfflineParts(data, held_out, objective, (TeacherPlan(TEACHER, source, own.opd_kl_coef),))
+    return {
+        "data": data,
+        "validation": ValidationPlan(held_out) if held_out else None,
+        "objective": _objective(top, train, facts),
+        "teachers": (TeacherPlan(TEACHER, source, own.opd_kl_coef),),
+    }
 
 
 def _files(names: Sequence[str], diag: Diagnostics, key: str) -> list[str]:
@@ -73,7 +65,7 @@ def _rows(top: OfflineDistill, files: Sequence[str]) -> DataPlan:
     return DataPlan(tuple(files), length, schema=SCHEMA, length_key="sequence_length", **shared(RowKeys, top))
 
 
-def _objective(top: OfflineDistill, train: Role, facts: FileFacts) -> ObjectivePlan:
+def _objective(top: OfflineDistill, train: Worker, facts: FileFacts) -> ObjectivePlan:
     is_topk = top.opd_objective == "topk"
     for key in SAMPLED_ONLY if is_topk else TOPK_ONLY:
         if key in top.written:

@@ -30,7 +30,6 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.planner.check_values import micro_batch
-from roll_opd.planner.role_reader import Role
 from roll_opd.planner.teacher_context import context_of, prefix_topk
 
 JUDGE_TOKENS = 1024  # assumed tokens of a judge's instructions, and of a judge's answer without max_new_tokens
@@ -41,54 +40,54 @@ def environment(*sections: Run | Worker) -> FrozenDict:
     return FrozenDict({name: str(value) for section in sections for name, value in section.system_envs.items()})
 
 
-def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
+def megatron_plan(role: Worker, top: Run, student: Worker | None = None) -> MegatronPlan:
     """Return the plan of a Megatron role.
 
     The log-probs of a frozen model are normalised over the token ids that it shares with `student`. If the model has
     another tokenizer, its ids do not stand for the student's tokens, so the log-probs are normalised over all of its
     ids.
     """
-    assert role.info and role.strategy.devices and role.strategy.layout
+    assert role.info and role.devices and role.layout
     scored = student.info if student and student.info and not role.is_aligned else role.info
     return MegatronPlan(
         name=role.path,
         model=ModelPlan(str(role.info.path), role.dtype),
-        devices=role.strategy.devices,
-        layout=role.strategy.layout,
-        forward_limits=micro_batch(role.worker, False),
-        megatron_args=FrozenDict(role.strategy.args),
-        env=environment(top, role.worker),
+        devices=role.devices,
+        layout=role.layout,
+        forward_limits=micro_batch(role, False),
+        megatron_args=FrozenDict(role.engine_args),
+        env=environment(top, role),
         vocab_size=scored.vocab if scored.vocab < role.info.vocab else None,
     )
 
 
-def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int = 1) -> TrainPlan:
+def train_plan(role: Worker, top: Run, total: int, answers: int = 1) -> TrainPlan:
     """Return the plan of a trained role.
 
     Args:
-        mini_batch: number of sequences in an update.
         total: number of updates in the run.
         answers: number of sequences that stay together in a micro-batch. If a micro-batch is limited by a number of
             sequences, these sequences count as one.
     """
-    args, limits = role.worker.training_args, micro_batch(role.worker, True)
+    args, limits = role.training_args, micro_batch(role, True)
     if limits.sequences:
         limits = replace(limits, sequences=limits.sequences * answers)
     optimizer = OptimizerPlan(
         **{**shared(OptimizerKeys, args), **_schedule(args, total)},
         max_grad_norm=top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
-        use_distributed_optimizer=role.strategy.use_distributed_optimizer,
-        overlap_grad_reduce="overlap_grad_reduce" in role.strategy.overlaps,
-        overlap_param_gather="overlap_param_gather" in role.strategy.overlaps,
+        use_distributed_optimizer=role.use_distributed_optimizer,
+        overlap_grad_reduce="overlap_grad_reduce" in role.overlaps,
+        overlap_param_gather="overlap_param_gather" in role.overlaps,
     )
     plan = megatron_plan(role, top)
+    assert role.mini_batch
     return TrainPlan(
         **vars(plan),
         train_limits=limits,
-        mini_batch_sequences=mini_batch,
+        mini_batch_sequences=role.mini_batch,
         optimizer=optimizer,
         lora=role.lora,
-        router_replay=role.worker.router_replay.mode,
+        router_replay=role.router_replay.mode,
     )
 
 
@@ -136,47 +135,42 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     }
 
 
-def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:
+def teacher_plan(name: str, role: Worker, top: Top, student: Worker) -> TeacherPlan:
     """Return the plan of a teacher.
 
     The coefficient is the `opd_kl_coef` of the teacher's section or, if it is not set, of the top level.
     """
-    own = role.worker.opd_kl_coef
+    own = role.opd_kl_coef
     return TeacherPlan(
         name=name,
         source=_teacher_source(role, top, student),
-        context=context_of(name, role, top, response),
+        context=context_of(name, role, top),
         tokenizer=str(role.info.path) if role.is_aligned and role.info else None,
         prefix_topk=prefix_topk(role, top),
         opd_kl_coef=top.opd_kl_coef if own is None else own,
-        tags=role.worker.tag_included or None,
+        tags=role.tag_included or None,
     )
 
 
-def _teacher_source(role: Role, top: Top, student: Role) -> TeacherSource:
+def _teacher_source(role: Worker, top: Top, student: Worker) -> TeacherSource:
     if role.external:
         model, vocab_size = (str(role.info.path), role.info.vocab) if role.info else (None, None)
         return role.external.planned(role.path, model, vocab_size)
     plan = megatron_plan(role, top, student)
-    if isinstance(role.worker, TeacherWorker) and (follow := role.worker.follows_student):
+    if isinstance(role, TeacherWorker) and (follow := role.follows_student):
         return FollowingPlan(**vars(plan), **shared(FollowKeys, follow))
     return plan
 
 
-def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
-    """Return the plan of the student's engines.
-
-    Args:
-        n: number of responses per prompt.
-        response: maximum number of tokens in a response in training.
-        held_out: maximum number of tokens in a response in validation.
-    """
-    sampling = sampling_plan(role.worker.generating_args, n, response)
-    plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
+def rollout_plan(role: Worker, top: Top) -> RolloutPlan:
+    """Return the plan of the student's engines."""
+    response = top.response_tokens or 0
+    sampling = sampling_plan(role.generating_args, top.responses, response)
+    plan = _engines(role, top, sampling, top.prompt_length + max(response, top.held_out_tokens or 0))
     if top.max_running_requests:  # an engine queues requests beyond this number
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
-    routes = role.worker.router_replay.mode != "disable"
+    routes = role.router_replay.mode != "disable"
     return replace(
         plan,
         max_running_requests=top.max_running_requests,
@@ -186,34 +180,34 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
     )
 
 
-def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:
+def judge_plan(role: Worker, top: Top) -> RolloutPlan:
     """Return the plan of the engines of a judge.
 
     A judge reads the question, the prompt, the response and the final answer.
     """
     assert role.info is not None
-    args = role.worker.generating_args
+    args = role.generating_args
     new = args.max_new_tokens or JUDGE_TOKENS
-    question = top.prompt_length + 2 * response + 2 * new + JUDGE_TOKENS
+    question = top.prompt_length + 2 * (top.response_tokens or 0) + 2 * new + JUDGE_TOKENS
     sampling = sampling_plan(args, 1, new)
     if "temperature" not in args.written:
         sampling = replace(sampling, temperature=0.0)
     return _engines(role, top, sampling, min(question, role.info.max_positions))
 
 
-def _engines(role: Role, top: Top, sampling: SamplingPlan, max_model_len: int) -> RolloutPlan:
-    assert role.info and role.strategy.devices and role.strategy.layout
+def _engines(role: Worker, top: Top, sampling: SamplingPlan, max_model_len: int) -> RolloutPlan:
+    assert role.info and role.devices and role.layout
     return RolloutPlan(
         name=role.path,
         model=ModelPlan(str(role.info.path), role.dtype),
-        devices=role.strategy.devices,
-        tp=role.strategy.layout.tp,
-        engines=role.strategy.layout.dp,
+        devices=role.devices,
+        tp=role.layout.tp,
+        engines=role.layout.dp,
         sampling=sampling,
-        max_model_len=role.strategy.max_model_len or max_model_len,
-        engine_args=FrozenDict(role.strategy.args),
-        sleep_level=role.strategy.sleep_level,
-        env=environment(top, role.worker),
+        max_model_len=role.max_model_len or max_model_len,
+        engine_args=FrozenDict(role.engine_args),
+        sleep_level=role.sleep_level,
+        env=environment(top, role),
     )
 
 

@@ -63,16 +63,46 @@ ENGINE_KEYS = (
 class Sections:
     """The sections of a validated configuration.
 
-    A section is None if it has a problem. A section that the user did not write is absent.
+    A section is None if it has a problem. A section that the user did not write is absent. `RoleReader` replaces the
+    roles that the run uses by roles with derived values, and sets `train` to `critic`.
     """
 
+    mode: str = ""
     top: Run | None = None
     workers: dict[str, Worker | None] = field(default_factory=dict)  # name of the section -> role
-    teachers: dict[str, Worker | None] = field(default_factory=dict)  # name of the teacher -> role
+    teachers: dict[str, Worker] = field(default_factory=dict)  # name of the teacher -> role
     rewards: dict[str, Reward | None] = field(default_factory=dict)
-    judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
-    auxiliaries: dict[str, Worker | RemoteModelKeys | None] = field(default_factory=dict)  # models that workflows call
+    judges: dict[str, Worker] = field(default_factory=dict)  # domain -> the engine that is its judge
+    auxiliaries: dict[str, Worker | RemoteModelKeys] = field(default_factory=dict)  # models that workflows call
     pretrain: str | None = None  # `pretrain` as configured; present even if `top` has a wrong value
+    lacks_teacher: bool = False  # a teacher's section has a problem
+    train: Worker | None = None
+    infer: Worker | None = None
+    reference: Worker | None = None
+    critic: Worker | None = None
+
+    def all(self) -> list[Worker]:
+        """Return the student's roles, the teachers, the reference policy and the critic, without the missing ones."""
+        found = (self.train, self.infer, *self.teachers.values(), self.reference, self.critic)
+        return [role for role in found if role is not None]
+
+    def placed(self) -> list[Worker]:
+        """Return every role that has devices."""
+        models = [model for model in self.auxiliaries.values() if isinstance(model, Worker)]
+        return [*self.all(), *self.judges.values(), *models]
+
+    def written(self) -> list[Worker]:
+        """Return all configured roles, except judges and auxiliary models."""
+        return [worker for worker in (*self.workers.values(), *self.teachers.values()) if worker is not None]
+
+    @property
+    def shared_vocabulary(self) -> int:
+        """Number of token ids that are valid for the student and for every teacher with the student's tokenizer.
+
+        The value is 0 if no model could be read.
+        """
+        roles = [role for role in (self.train, *self.teachers.values()) if role and not role.is_aligned]
+        return min((role.info.vocab for role in roles if role.info), default=0)
 
 
 def read_sections(
@@ -90,7 +120,7 @@ def read_sections(
             give the teacher this name.
     """
     pretrain = values.get("pretrain")
-    sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
+    sections = Sections(mode, pretrain=pretrain if isinstance(pretrain, str) else None)
     roles: dict[str, type[Worker]] = dict.fromkeys((*PURE_ROLES, *MIXED_ROLES, REFERENCE, CRITIC), Worker)
     supervised = keys if issubclass(keys, Supervised) else None
     if supervised:
@@ -174,22 +204,24 @@ def _read_teachers(value: Any, name: str, sections: Sections, diag: Diagnostics)
 
     If the section itself has keys of a role, it describes a single teacher, which is named "teacher".
     """
-    section, mapping = name, _mapping(value, name, diag)
+    section, single, mapping = name, name, _mapping(value, name, diag)
     of_files = [name for name, data in mapping.items() if isinstance(data, dict) and "files" in data]
     if "files" in mapping or of_files:
         for name in of_files or [""]:
             place = diag.below(f"{section}.{name}".rstrip("."))
             place.error("files", f"{FRESH_SAMPLES}; {INSTEAD_OF_FILES}")
-            sections.teachers[str(name) or "teacher"] = None
+        sections.lacks_teacher = True
         return
     keys = {*keys_of(TeacherWorker), *other_names(TeacherWorker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the single teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
-        sections.teachers["teacher"] = read_section(TeacherWorker, mapping, diag.below(section))
-        return
+        mapping, section = {"teacher": mapping}, ""
     for name, data in mapping.items():
-        sections.teachers[str(name)] = read_section(TeacherWorker, data, diag.below(f"{section}.{name}"))
+        place = diag.below(f"{section}.{name}" if section else single)
+        if teacher := read_section(TeacherWorker, data, place):
+            sections.teachers[str(name)] = teacher
+        sections.lacks_teacher |= teacher is None
 
 
 def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:
@@ -203,11 +235,13 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics
     for domain, data in _mapping(value, "rewards", diag).items():
         place, judge = diag.below(f"rewards.{domain}"), _judge_type(data)
         if judge == SHARED_JUDGE and isinstance(shared, dict):
-            sections.judges[domain] = read_section(Worker, shared, diag.below("reward_model"))
+            judged = read_section(Worker, shared, diag.below("reward_model"))
+            sections.judges |= {domain: judged} if judged else {}
             data, shared = data | {"judge_model_type": LOCAL_JUDGE}, None
         elif judge == LOCAL_JUDGE:
             of_engine = {key: value for key, value in data.items() if key in ENGINE_KEYS}
-            sections.judges[domain] = read_section(Worker, of_engine, place)
+            judged = read_section(Worker, of_engine, place)
+            sections.judges |= {domain: judged} if judged else {}
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS} | {"judge_model_type": judge}
         sections.rewards[domain] = read_section(Reward, _with_free_keys(data, place), place)
     if shared is not None:
@@ -222,11 +256,11 @@ def _read_auxiliaries(value: Any, sections: Sections, diag: Diagnostics) -> None
     for name, data in _mapping(value, AUXILIARY, diag).items():
         place = diag.below(f"{AUXILIARY}.{name}")
         if not (isinstance(data, dict) and keys_of(RemoteModelKeys).keys() & data.keys()):
-            sections.auxiliaries[name] = read_section(Worker, data, place)
-            continue
-        remote = sections.auxiliaries[name] = read_section(RemoteModelKeys, data, place)
-        for key in ("base_url", "model_name"):
-            if remote is not None and key not in remote.written:
+            if local := read_section(Worker, data, place):
+                sections.auxiliaries[name] = local
+        elif remote := read_section(RemoteModelKeys, data, place):
+            sections.auxiliaries[name] = remote
+            for key in sorted({"base_url", "model_name"} - remote.written):
                 place.error(key, "is missing; write both base_url and model_name")
 
 

@@ -1,26 +1,26 @@
-"""Read the roles of a run: the section, the model files, the devices and the strategy of each role.
+"""Read the roles of a run: the model files, the devices and the strategy of each role.
 
-The roles are the student's training and rollout, the teachers, the reference policy, the critic and the local judges. A
-part that could not be read is None, and the checks that need this part are skipped.
+The roles are the student's training and rollout, the teachers, the reference policy, the critic and the local judges.
+Each role is its section with derived values. A value that could not be read is None, and the checks that need this
+value are skipped.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.plan import LoraPlan
 from roll_opd.config.schema import (
     MIXED_ROLES,
     PURE_ROLES,
     Dtype,
-    ExternalKeys,
+    Job,
     Run,
     Supervised,
     TeacherWorker,
     Top,
     Worker,
+    changed,
 )
 from roll_opd.models.layouts import check_layout, check_tensor_parallel
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
@@ -28,77 +28,9 @@ from roll_opd.models.tokenizer_files import has_tokenizer
 from roll_opd.models.weight_files import holds_decoder, weight_problems
 from roll_opd.planner import key_hints, lora_keys
 from roll_opd.planner.read import CRITIC, REFERENCE, Sections
-from roll_opd.planner.strategies import OPTIONS, Strategy, read_megatron, read_vllm
+from roll_opd.planner.strategies import OPTIONS, read_megatron, read_vllm
 
 MODEL = "model_args.model_name_or_path"  # key in a role's section
-Job = Literal["train", "frozen", "rollout"]
-
-
-@dataclass(frozen=True)
-class Role:
-    """A role and its section.
-
-    A field is None if it could not be read.
-    """
-
-    job: Job
-    worker: Worker
-    strategy: Strategy
-    info: ModelInfo | None = None
-    dtype: Dtype = "bf16"
-    lora: LoraPlan | None = None  # adapter of the student
-    is_aligned: bool = False  # the role is a teacher with a tokenizer other than the student's, aligned by bytes
-
-    @property
-    def diag(self) -> Diagnostics:
-        """The diagnostics of the role's section."""
-        return self.worker.diag
-
-    @property
-    def path(self) -> str:
-        """The dotted key of the role's section."""
-        return self.diag.path
-
-    @property
-    def external(self) -> ExternalKeys | None:
-        """The section that names an external source of a teacher's log-probs.
-
-        The value is None if the role runs on devices.
-        """
-        return next(iter(self.worker.sources.values()), None) if isinstance(self.worker, TeacherWorker) else None
-
-
-@dataclass
-class Roles:
-    """The roles of a run."""
-
-    mode: str
-    train: Role | None = None
-    infer: Role | None = None
-    teachers: dict[str, Role] = field(default_factory=dict)
-    reference: Role | None = None
-    critic: Role | None = None
-    judges: dict[str, Role] = field(default_factory=dict)  # domain -> the engine that is its judge
-    auxiliaries: dict[str, Role] = field(default_factory=dict)  # name -> an engine that workflows call
-
-    def placed(self) -> list[Role]:
-        """Return every role that has devices."""
-        return [*self.all(), *self.judges.values(), *self.auxiliaries.values()]
-
-    def all(self) -> list[Role]:
-        """Return the student's roles, the teachers, the reference policy and the critic, without the missing ones."""
-        found = (self.train, self.infer, *self.teachers.values(), self.reference, self.critic)
-        return [role for role in found if role is not None]
-
-    @property
-    def shared_vocabulary(self) -> int:
-        """Number of token ids that are valid for the student and for every teacher with the student's tokenizer.
-
-        The value is 0 if no model could be read.
-        """
-        roles = (self.train, *self.teachers.values())
-        models = [role.info for role in roles if role is not None and role.info and not role.is_aligned]
-        return min((known.vocab for known in models), default=0)
 
 
 def choose_mode(values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
@@ -120,82 +52,60 @@ def choose_mode(values: Mapping[str, Any], pure: bool | None, diag: Diagnostics)
     return "mixed" if mixed else "rl"
 
 
-def written_workers(sections: Sections) -> list[Worker]:
-    """Return the sections of all configured roles, except judges and auxiliary models.
-
-    Sections that could not be read are left out.
-    """
-    written = [*sections.workers.values(), *sections.teachers.values()]
-    return [worker for worker in written if worker is not None]
-
-
 class RoleReader:
-    """Reader of the roles of one configuration.
+    """Reader of the roles of one configuration. It fills in the derived values of the roles in `sections`.
 
     Each model directory is read once, even if several roles use the model.
     """
 
-    def __init__(self, sections: Sections, mode: str, diag: Diagnostics) -> None:
-        self._sections, self._mode, self._diag = sections, mode, diag
+    def __init__(self, sections: Sections, diag: Diagnostics) -> None:
+        self._sections, self._mode, self._diag = sections, sections.mode, diag
         top = sections.top
         self._strict = bool(top and top.strict_strategies)
         # 1 if `top` is None, because its problem is already reported
         self._devices = (top.num_nodes or 1) * top.num_gpus_per_node if top else 1
         self._models: dict[str, ModelInfo | None] = {}
         self._checked: set[Path] = set()  # models whose weights were compared with config.json
-        self._roles = Roles(mode)
         self._student: str | None = None
 
-    def read(self, keys: type[Run]) -> Roles:
-        """Return the roles of the pipeline.
-
-        Args:
-            keys: the class that defines the keys of the pipeline.
-        """
-        return self._supervised(keys) if issubclass(keys, Supervised) else self._rolled_out()
-
-    def _supervised(self, pipeline: type[Supervised]) -> Roles:
-        """Return the roles of a supervised pipeline."""
-        self._read_student(pipeline.role)
-        reference = self._sections.workers.get(REFERENCE)
-        if reference is not None and self._roles.train is not None:
-            self._roles.reference = self._megatron("frozen", reference, self._student)
+    def read(self, keys: type[Run]) -> None:
+        """Read the roles of the pipeline whose keys are declared by the class `keys`."""
+        if issubclass(keys, Supervised):
+            self._read_student(keys.role)
+            reference = self._sections.workers.get(REFERENCE)
+            if reference is not None and self._sections.train is not None:
+                self._sections.reference = self._megatron("frozen", reference, self._student)
+        else:
+            self._read_rolled_out()
         self._check_sections()
         self._check_adapters()
-        return self._roles
 
-    def _rolled_out(self) -> Roles:
-        """Return the roles of a run with rollouts.
-
-        The mode of the run decides which roles it needs.
-        """
-        sections, roles, diag = self._sections, self._roles, self._diag
+    def _read_rolled_out(self) -> None:
+        """Read the roles of a run with rollouts. The mode of the run decides which roles it needs."""
+        sections, diag = self._sections, self._diag
         train_name, infer_name = self._student_names()
         self._read_student(train_name)
-        infer = self._section(infer_name)
-        if infer is not None:
-            dtype: Dtype = roles.train.dtype if roles.train else "bf16"
-            roles.infer = self._engine(infer, self._student, dtype, roles.train.strategy if roles.train else Strategy())
-        if self._mode == "rl" and sections.teachers:
-            diag.add_warning("teacher: is written but not used; set use_opd: true to distil from it")
-        elif self._mode != "rl":
-            if not sections.teachers:
-                diag.error("teacher", "is missing; write a teacher section with a model_name_or_path")
-            for name, worker in sections.teachers.items():
-                if worker is not None:
-                    roles.teachers[name] = self._teacher(worker)
+        if infer := self._section(infer_name):
+            student = sections.train or Worker()  # a student with a problem has no devices
+            sections.infer = self._engine(infer, self._student, student.dtype, student)
+            sections.workers[infer_name] = sections.infer
+        has_teacher = sections.teachers or sections.lacks_teacher
+        if self._mode == "rl":
+            if has_teacher:
+                diag.add_warning("teacher: is written but not used; set use_opd: true to distil from it")
+            sections.teachers, sections.lacks_teacher = {}, False
+        elif not has_teacher:
+            diag.error("teacher", "is missing; write a teacher section with a model_name_or_path")
+        for name, worker in sections.teachers.items():
+            sections.teachers[name] = self._teacher(worker)
         self._read_reference_and_critic()
         for domain, worker in sections.judges.items():
-            if worker is not None:
-                roles.judges[domain] = self._engine(worker, None, "bf16")
+            sections.judges[domain] = self._engine(worker, None, "bf16")
         for name, model in sections.auxiliaries.items():
             if isinstance(model, Worker):
-                roles.auxiliaries[name] = self._engine(model, None, "bf16")
-        self._check_sections()
-        self._check_adapters()
-        return roles
+                sections.auxiliaries[name] = self._engine(model, None, "bf16")
 
-    def _teacher(self, worker: Worker) -> Role:
+    def _teacher(self, worker: Worker) -> Worker:
         """Return the role of a teacher.
 
         The role is a Megatron role, or a role without devices if an external source computes the log-probs.
@@ -221,7 +131,7 @@ class RoleReader:
                     )
         if needs_model:
             self._check_weights(worker, info)
-        return Role("frozen", worker, Strategy(), info)
+        return changed(worker, {"info": info})
 
     def _read_student(self, name: str) -> None:
         worker = self._section(name)
@@ -234,7 +144,7 @@ class RoleReader:
                 lora_keys.check_experts(lora, worker.model_args)
             if lora and student.info:
                 lora_keys.check_modules(lora, student.info, worker.model_args)
-            self._roles.train = replace(student, lora=lora)
+            self._sections.train = self._sections.workers[name] = changed(student, {"lora": lora})
 
     def _read_reference_and_critic(self) -> None:
         """Read the reference policy and the critic.
@@ -258,9 +168,9 @@ class RoleReader:
         if reference := self._used(
             REFERENCE, bool(compares), "use_kl_loss and add_token_level_kl need a reference policy"
         ):
-            self._roles.reference = self._megatron("frozen", reference, self._student)
+            self._sections.reference = self._megatron("frozen", reference, self._student)
         if critic := self._used(CRITIC, needs_values, "adv_estimator: gae needs a critic"):
-            self._roles.critic = self._megatron("train", critic, self._student)
+            self._sections.critic = self._megatron("train", critic, self._student)
 
     def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
         """Return the section of a role if the run uses the role, else None.
@@ -291,37 +201,37 @@ class RoleReader:
             self._diag.error(name, "is missing; write this role's section")
         return self._sections.workers.get(name)
 
-    def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
+    def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Worker | None = None) -> Worker:
         """Return a vLLM role.
 
         Args:
             worker: the section of the role.
             model: the model if the section names no model.
             dtype: the precision if the section sets no precision.
-            student: the student's strategy; its devices are the devices of a role without a device_mapping.
+            student: the student; its devices are the devices of a role without a device_mapping.
         """
-        strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
-        info = self._model(worker, model)
-        if info and strategy.layout:
-            diag, tp = worker.diag.below(OPTIONS), strategy.layout.tp
-            check_tensor_parallel(info, tp, "tensor_parallel_size", diag, copies_kv_heads=True)
-        return Role("rollout", worker, strategy, info, worker.model_args.dtype or dtype)
+        found = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
+        precision = worker.model_args.dtype or dtype
+        role = changed(worker, {**found, "job": "rollout", "info": self._model(worker, model), "dtype": precision})
+        if role.info and role.layout:
+            diag, tp = worker.diag.below(OPTIONS), role.layout.tp
+            check_tensor_parallel(role.info, tp, "tensor_parallel_size", diag, copies_kv_heads=True)
+        return role
 
-    def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
+    def _megatron(self, job: Job, worker: Worker, model: str | None) -> Worker:
         """Return a Megatron role.
 
         Args:
             model: the model if the section of the role names no model.
         """
-        trained = self._roles.train.strategy if self._roles.train else None
-        strategy = read_megatron(worker, job, self._strict, trained, every=self._devices)
-        info = self._model(worker, model)
-        self._check_weights(worker, info)
-        if info and strategy.layout:
-            check_layout(info, strategy.layout, strategy.args, worker.diag.below(OPTIONS))
-        return Role(job, worker, strategy, info, self._precision(job, worker, strategy))
+        found = read_megatron(worker, job, self._strict, self._sections.train, every=self._devices)
+        role = changed(worker, {**found, "job": job, "info": self._model(worker, model)})
+        self._check_weights(worker, role.info)
+        if role.info and role.layout:
+            check_layout(role.info, role.layout, role.engine_args, worker.diag.below(OPTIONS))
+        return changed(role, {"dtype": self._precision(role)})
 
-    def _precision(self, job: Job, worker: Worker, strategy: Strategy) -> Dtype:
+    def _precision(self, worker: Worker) -> Dtype:
         """Return the precision in which the role computes. Keys that contradict each other are refused.
 
         Training in fp16 is not available, so a trained role gets bf16 instead. With strict_strategies, nothing is
@@ -330,13 +240,13 @@ class RoleReader:
         found: dict[str, Dtype] = {"model_args.dtype": worker.model_args.dtype} if worker.model_args.dtype else {}
         switches: tuple[Dtype, ...] = ("bf16", "fp16")
         found |= {f"training_args.{name}": name for name in switches if getattr(worker.training_args, name)}
-        found |= {f"{OPTIONS}.{strategy.dtype}": strategy.dtype} if strategy.dtype else {}
+        found |= {f"{OPTIONS}.{worker.engine_dtype}": worker.engine_dtype} if worker.engine_dtype else {}
         key, requested = next(iter(found.items()), ("", "bf16"))
         for other, dtype in found.items():
             if dtype != requested:
                 contradicts = f"true contradicts {worker.diag.at(key)} {worker.model_args.dtype or 'true'}"
                 worker.diag.error(other, f"{contradicts}; keep only one of these keys")
-        if job == "frozen" or requested != "fp16" or self._strict:
+        if worker.job == "frozen" or requested != "fp16" or self._strict:
             return requested
         text = "training in fp16 is not available, because gradients in fp16 need a scaled loss; bf16 takes its place"
         worker.diag.note(key, f"{text} (write fp32 if the GPU has no bf16)")
@@ -347,36 +257,36 @@ class RoleReader:
 
         Roles that the run does not use are reported by `_used`.
         """
-        top, train, infer = self._sections.top, self._roles.train, self._roles.infer
+        top, train, infer = self._sections.top, self._sections.train, self._sections.infer
         plays = isinstance(top, Top) and top.makes_tasks
-        templates = {top.global_template if top else None, train.worker.data_args.template if train else None}
-        for role in self._roles.placed():
-            rows = role.worker.data_args
+        templates = {top.global_template if top else None, train.data_args.template if train else None}
+        for role in self._sections.placed():
+            rows = role.data_args
             # ROLL's files repeat the template of the rows in every role
             repeated = {"template"} if rows.template in templates else set()
             if role is not train and rows.written - repeated:
                 _report_unread(role, "data_args", "reads no rows", None if plays else train)
-            if role.job != "train" and role.worker.training_args.written:
+            if role.job != "train" and role.training_args.written:
                 _report_unread(role, "training_args", "does not learn", train)
-            if role.job != "rollout" and role.worker.generating_args.written:
+            if role.job != "rollout" and role.generating_args.written:
                 _report_unread(role, "generating_args", "generates nothing", infer)
-            for key in key_hints.unread(role.worker, self._kind(role)):
+            for key in key_hints.unread(role, self._kind(role)):
                 if key not in key_hints.TEACHER_KEYS:
                     role.diag.unused(key)
-                elif teacher := next(iter(self._roles.teachers.values()), None):
+                elif teacher := next(iter(self._sections.teachers.values()), None):
                     at_top = f", or {key} at the top" if isinstance(top, Top) and hasattr(top, key) else ""
                     where = f"write it at {teacher.diag.at(key)}{at_top}"
                     role.diag.note(key, f"has no effect, as this role is not a teacher; {where}")
                 else:
                     _report_unread(role, key, "is not a teacher", None)
 
-    def _kind(self, role: Role) -> str:
+    def _kind(self, role: Worker) -> str:
         """Return the kind of a role with devices: one of the kinds in `key_hints`."""
         if role.job == "rollout":
             return key_hints.ROLLOUT
-        if any(role is teacher for teacher in self._roles.teachers.values()):
+        if any(role is teacher for teacher in self._sections.teachers.values()):
             return key_hints.ELSEWHERE if role.external else key_hints.TEACHER
-        kinds = {key_hints.TRAIN: self._roles.train, key_hints.CRITIC: self._roles.critic}
+        kinds = {key_hints.TRAIN: self._sections.train, key_hints.CRITIC: self._sections.critic}
         return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 
     def _check_adapters(self) -> None:
@@ -385,9 +295,9 @@ class RoleReader:
         Adapters of models other than the student are refused. Keys that select the trained weights in a way that is not
         available yet are refused too.
         """
-        student, infer = self._roles.train, self._roles.infer
+        student, infer = self._sections.train, self._sections.infer
         never: dict[str, list[str]] = {}
-        for args in [worker.model_args for worker in written_workers(self._sections)]:
+        for args in [worker.model_args for worker in self._sections.written()]:
             for key in lora_keys.NEVER:
                 if getattr(args, key):
                     never.setdefault(key, []).append(args.diag.at(key))
@@ -397,9 +307,9 @@ class RoleReader:
                     "lora_alpha",
                     "has no effect without lora_rank or lora_target; set lora_rank for LoRA, or remove lora_alpha",
                 )
-            if requested is None or (student and args is student.worker.model_args):
+            if requested is None or (student and args is student.model_args):
                 continue
-            if infer and student and student.lora and args is infer.worker.model_args:
+            if infer and student and student.lora and args is infer.model_args:
                 # the rollout has the student's adapter
                 args.diag.unused(*(key for key in lora_keys.KEYS if getattr(args, key)))
             else:
@@ -455,7 +365,7 @@ class RoleReader:
         return info
 
 
-def _report_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
+def _report_unread(role: Worker, section: str, why: str, reader: Worker | None) -> None:
     """Report that a section of a role has no effect.
 
     Args:

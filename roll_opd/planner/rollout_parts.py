@@ -1,6 +1,7 @@
 """Plan the parts of runs with rollouts: prompts or other tasks, teachers, rewards and workflows."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from roll_opd.base.addresses import address_fault
@@ -13,11 +14,10 @@ from roll_opd.config.plan import (
     DataPlan,
     DemonstrationPlan,
     RewardPlan,
-    RolloutPlan,
     ValidationPlan,
     WorkflowPlan,
 )
-from roll_opd.config.schema import CriticKeys, RemoteModelKeys, RolloutKeys, Run, Top, WorkflowKeys, keys_of, shared
+from roll_opd.config.schema import CriticKeys, RolloutKeys, Run, Top, Worker, WorkflowKeys, keys_of, shared
 from roll_opd.data.files import first_tags
 from roll_opd.objective.algorithms import loss_facts
 from roll_opd.planner import (
@@ -34,7 +34,6 @@ from roll_opd.planner.http_plans import check_http_teachers, check_scorers
 from roll_opd.planner.objective_plan import engine_check_plan, objective_plan
 from roll_opd.planner.read import Sections
 from roll_opd.planner.reward_sections import read_rewards
-from roll_opd.planner.role_reader import Roles
 from roll_opd.workflows.workflow_checks import argument_problems, name_problem
 
 TITLES = {
@@ -45,7 +44,7 @@ TITLES = {
 MAX_TOKENS = 2**31 - 1  # maximum tokens of a row that is not a prompt
 
 
-def complete(sections: Sections, keys: type[Run], mode: str) -> None:
+def complete(sections: Sections, keys: type[Run]) -> None:
     """Complete the configuration in `sections`.
 
     Keys without a value from the user get their values from the algorithm or the tasks of the pipeline `keys`.
@@ -53,217 +52,148 @@ def complete(sections: Sections, keys: type[Run], mode: str) -> None:
     if issubclass(keys, Top):
         keys.before_roles(sections)
     if isinstance(sections.top, Top):
-        sections.top = expand(sections.top, sections.workers, mode)
+        sections.top = expand(sections.top, sections.workers, sections.mode)
 
 
-@dataclass(frozen=True)
-class RolloutParts:
-    """The checked values of a run with rollouts.
-
-    Method `fields` converts them to fields of the plan.
-    """
-
-    top: Top
-    roles: Roles
-    sections: Sections
-    sizes: check_values.Sizes
-    rewards: tuple[RewardPlan, ...]
-    data: DataPlan | None
-    held_out: DataPlan | None
-    demonstrations: DataPlan | None
-    played: ValidationPlan | None  # validation on tasks of the pipeline
-
-    @property
-    def validates(self) -> bool:
-        return bool(self.played or self.held_out)
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest sequence."""
-        return self.top.prompt_length + (self.sizes.response or 0)
-
-    def fields(self) -> dict[str, Any] | None:
-        """Return the fields that only the plan of a run with rollouts has.
-
-        The result is None if problems were reported.
-        """
-        top, roles, sizes, data = self.top, self.roles, self.sizes, self.data
-        if top.diag.problems:
-            return None
-        assert roles.train and roles.infer and data and sizes.response and sizes.mini_batch
-        sequences, samples = top.rollout_batch_size * sizes.n, sizes.mini_batch  # of a step; of an update
-        demonstrations = None
-        if self.demonstrations is not None:
-            each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
-            samples -= each
-            demonstrations = DemonstrationPlan(self.demonstrations, each, updates=sequences // samples)
-        # tasks may have a remainder, for which one more update is made
-        updates = top.ppo_epochs * -(-sequences // samples)
-        critic = self._critic(sequences)
-        steps = top.max_steps - (critic.critic_warmup if critic else 0)
-        teachers = tuple(
-            parts.teacher_plan(name, role, top, roles.train, sizes.response) for name, role in roles.teachers.items()
-        )
-        contexts = tuple(teacher.context for teacher in teachers if teacher.context)
-        validation = self.played or self._validation(sizes.response)
-        student = parts.train_plan(roles.train, top, sizes.mini_batch, updates * steps)
-        rollout = parts.rollout_plan(roles.infer, top, sizes.n, sizes.response, sizes.held_out or 0)
-        tested = engine_check_plan(top, rollout.sampling, roles.infer.strategy.args, roles.infer.diag)
-        objective = objective_plan(top, roles.mode, updates, sizes.response, roles.shared_vocabulary, tested)
-        workflow = _workflow(top)
-        if workflow:
-            models = tuple(self._auxiliaries(sizes.response))
-            workflow = replace(workflow, auxiliary_models=models, is_scored=bool(self.rewards))
-        check_async.check_validation_engines(
-            top,
-            rollout.engines,
-            validates=bool(validation and top.eval_steps),
-            has_auxiliaries=bool(workflow and workflow.auxiliary_models),
-        )
-        place = top.tasks_in or (" by workflow" if workflow else "")
-        return {
-            **shared(RolloutKeys, top),
-            "mode": roles.mode,
-            "pipeline": top.pipeline,
-            "pipeline_args": FrozenDict(top.arguments()),
-            "title": (top.title or TITLES[roles.mode]) + place,
-            "max_steps": top.max_steps,
-            "student": student,
-            "rollout": rollout,
-            "teachers": teachers,
-            "rewards": tuple(
-                replace(reward, engine=self._judge(reward.domain, sizes.response)) for reward in self.rewards
-            ),
-            "data": replace(data, contexts=() if workflow else contexts),  # workflows make the prompts
-            "objective": top.objective_of_tasks(objective),
-            "reference": parts.megatron_plan(roles.reference, top, roles.train) if roles.reference else None,
-            "critic": critic,
-            "demonstrations": demonstrations,
-            "workflow": workflow,
-            "extra_prompts": top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
-            "validation": validation,
-        }
-
-    def _critic(self, sequences: int) -> CriticPlan | None:
-        """Return the plan of the critic.
-
-        Args:
-            sequences: number of sequences per step. The critic is updated on all of them, also in warm-up steps.
-        """
-        top, role, mini_batch = self.top, self.roles.critic, self.sizes.critic_mini_batch
-        if not (role and mini_batch):
-            return None
-        total = top.max_steps * top.critic_epochs * -(-sequences // mini_batch)
-        return CriticPlan(**vars(parts.train_plan(role, top, mini_batch, total)), **shared(CriticKeys, top))
-
-    def _validation(self, response: int) -> ValidationPlan | None:
-        """Return the plan of the validation on held-out prompts, or None if it is not configured."""
-        section = self.top.validation
-        if not (section and self.held_out):
-            return None
-        args = section.generating_args
-        sampling = parts.sampling_plan(args, args.num_return_sequences or 1, self.sizes.held_out or response)
-        return ValidationPlan(self.held_out, sampling, section.evaluate_teacher)
-
-    def _judge(self, domain: str, response: int) -> RolloutPlan | None:
-        """Return the plan of the engines that run the judge of a reward domain.
-
-        The result is None if the domain has no local judge.
-        """
-        role = self.roles.judges.get(domain)
-        return parts.judge_plan(role, self.top, response) if role else None
-
-    def _auxiliaries(self, response: int) -> list[AuxiliaryPlan]:
-        """Return the plans of the models that workflows call, in the order of the configuration."""
-        found = []
-        for name, section in self.sections.auxiliaries.items():
-            if isinstance(section, RemoteModelKeys):
-                if fault := address_fault(section.base_url):
-                    section.diag.error("base_url", fault)
-                address = section.base_url.rstrip("/")
-                found.append(AuxiliaryPlan(name, None, address, section.api_key, section.model_name))
-            elif role := self.roles.auxiliaries.get(name):
-                found.append(AuxiliaryPlan(name, parts.judge_plan(role, self.top, response)))
-        return found
-
-
-def read(sections: Sections, roles: Roles) -> RolloutParts | None:
-    """Return the checked parts of a run with rollouts.
-
-    The result is None if the top-level keys could not be read.
-    """
+def fields(sections: Sections) -> dict[str, Any] | None:
+    """Check a run with rollouts; return the fields that only its plan has, or None if problems were reported."""
     top = sections.top
     if not isinstance(top, Top):
         return None
-    top = top.with_tasks(roles.infer.worker.generating_args if roles.infer else None)
-    check_values.check_replay_of_turns(top.workflow, roles.train)
-    check_objective.check_objective(top, roles.mode)
-    check_objective.check_topk(top, roles.shared_vocabulary)
-    check_devices.check_devices(roles.placed(), top)
-    check_async.check_async(top, roles)
-    sizes = check_values.read_sizes(top, roles)
-    teacher_context.check_teachers(roles, top, sizes.response or 0)
-    check_http_teachers(roles, top)
-    check_scorers(roles)
+    top = top.with_tasks(sections.infer.generating_args if sections.infer else None)
+    check_values.check_replay_of_turns(top.workflow, sections.train)
+    check_objective.check_objective(top, sections.mode)
+    check_objective.check_topk(top, sections.shared_vocabulary)
+    check_devices.check_devices(sections.placed(), top)
+    check_async.check_async(top, sections)
+    top = sections.top = check_values.read_sizes(sections, top)
+    teacher_context.check_teachers(sections, top)
+    check_http_teachers(sections, top)
+    check_scorers(sections)
     if not top.makes_tasks:
-        check_objective.check_samples(top, sizes.n, bool(sections.rewards))
-    rewards = read_rewards(sections.rewards, roles.mode, 0 if top.makes_tasks else sizes.n)
-    if None not in (*sections.teachers.values(), *sections.rewards.values()):
-        check_objective.check_signals(top, roles, rewards)
+        check_objective.check_samples(top, bool(sections.rewards))
+    rewards = read_rewards(sections.rewards, sections.mode, 0 if top.makes_tasks else top.responses)
+    if not sections.lacks_teacher and None not in sections.rewards.values():
+        check_objective.check_signals(top, sections, rewards)
     if sections.auxiliaries and not top.workflow:
         top.diag.unused("auxiliary_models")
-    if roles.mode != "pure":
-        _check_rewards(top, sections, rewards, sizes.n, roles.mode)
-    data, held_out = _tasks(top, roles, sections) if top.makes_tasks else _prompts(top, roles, sections, rewards)
-    demonstrations = _demonstrations(top, top.prompt_length + (sizes.response or 0))
-    played = None
-    if roles.infer and sizes.response:
-        played = top.held_out_tasks(roles.infer.worker.generating_args, sizes.response)
-    return RolloutParts(top, roles, sections, sizes, rewards, data, held_out, demonstrations, played)
+    if sections.mode != "pure":
+        _check_rewards(top, sections, rewards)
+    data, held_out = _tasks(top, sections) if top.makes_tasks else _prompts(top, sections, rewards)
+    demonstrations, validation = _demonstrations(top), None
+    if sections.infer and top.response_tokens:
+        validation = top.held_out_tasks(sections.infer.generating_args, top.response_tokens)
+    train, infer, response = sections.train, sections.infer, top.response_tokens
+    if top.diag.problems:
+        return None
+    assert train and infer and data and response and train.mini_batch
+    sequences, samples = top.rollout_batch_size * top.responses, train.mini_batch  # of a step; of an update
+    added = None
+    if demonstrations is not None:
+        each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
+        samples -= each
+        added = DemonstrationPlan(demonstrations, each, updates=sequences // samples)
+    # tasks may have a remainder, for which one more update is made
+    updates = top.ppo_epochs * -(-sequences // samples)
+    critic = _critic(top, sections.critic, sequences)
+    steps = top.max_steps - (critic.critic_warmup if critic else 0)
+    teachers = tuple(parts.teacher_plan(name, role, top, train) for name, role in sections.teachers.items())
+    contexts = tuple(teacher.context for teacher in teachers if teacher.context)
+    if top.validation and held_out:
+        args, evaluate = top.validation.generating_args, top.validation.evaluate_teacher
+        sampling = parts.sampling_plan(args, args.num_return_sequences or 1, top.held_out_tokens or response)
+        validation = validation or ValidationPlan(held_out, sampling, evaluate)
+    rollout = parts.rollout_plan(infer, top)
+    tested = engine_check_plan(top, rollout.sampling, infer.engine_args, infer.diag)
+    objective = objective_plan(top, sections.mode, updates, sections.shared_vocabulary, tested)
+    if workflow := _workflow(top):
+        models = tuple(_auxiliaries(sections, top))
+        workflow = replace(workflow, auxiliary_models=models, is_scored=bool(rewards))
+    check_async.check_validation_engines(
+        top,
+        rollout.engines,
+        validates=bool(validation and top.eval_steps),
+        has_auxiliaries=bool(workflow and workflow.auxiliary_models),
+    )
+    place = top.tasks_in or (" by workflow" if workflow else "")
+    engines = {domain: parts.judge_plan(role, top) for domain, role in sections.judges.items()}
+    return {
+        **shared(RolloutKeys, top),
+        "mode": sections.mode,
+        "pipeline": top.pipeline,
+        "pipeline_args": FrozenDict(top.arguments()),
+        "title": (top.title or TITLES[sections.mode]) + place,
+        "max_steps": top.max_steps,
+        "student": parts.train_plan(train, top, updates * steps),
+        "rollout": rollout,
+        "teachers": teachers,
+        "rewards": tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards),
+        "data": replace(data, contexts=() if workflow else contexts),  # workflows make the prompts
+        "objective": top.objective_of_tasks(objective),
+        "reference": parts.megatron_plan(sections.reference, top, train) if sections.reference else None,
+        "critic": critic,
+        "demonstrations": added,
+        "workflow": workflow,
+        "extra_prompts": top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
+        "validation": validation,
+    }
 
 
-def _check_rewards(top: Top, sections: Sections, rewards: tuple[RewardPlan, ...], responses: int, mode: str) -> None:
-    """Check the rewards and the advantages of a run.
+def _critic(top: Top, role: Worker | None, sequences: int) -> CriticPlan | None:
+    """Return the plan of the critic, which is updated on all `sequences` of a step, also in warm-up steps."""
+    if not (role and role.mini_batch):
+        return None
+    total = top.max_steps * top.critic_epochs * -(-sequences // role.mini_batch)
+    return CriticPlan(**vars(parts.train_plan(role, top, total)), **shared(CriticKeys, top))
 
-    Args:
-        responses: number of responses per prompt.
-    """
-    check_objective.check_groups(top, responses, compares_prompts=check_objective.check_steps(top))
+
+def _auxiliaries(sections: Sections, top: Top) -> Iterator[AuxiliaryPlan]:
+    """Yield the plans of the models that workflows call, in the order of the configuration."""
+    for name, model in sections.auxiliaries.items():
+        if isinstance(model, Worker):
+            yield AuxiliaryPlan(name, parts.judge_plan(model, top))
+            continue
+        if fault := address_fault(model.base_url):
+            model.diag.error("base_url", fault)
+        yield AuxiliaryPlan(name, None, model.base_url.rstrip("/"), model.api_key, model.model_name)
+
+
+def _check_rewards(top: Top, sections: Sections, rewards: tuple[RewardPlan, ...]) -> None:
+    """Check the rewards and the advantages of a run."""
+    check_objective.check_groups(top, compares_prompts=check_objective.check_steps(top))
     check_objective.check_rewards(top, rewards)
     if not (sections.rewards or top.workflow):
-        switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
+        switch = "use_opd: true" if sections.mode == "mixed" else "a run without a teacher"
         top.diag.error(
             "rewards", f"is missing; {switch} needs at least one reward; write for example rewards.math_rule"
         )
 
 
-def _tasks(top: Top, roles: Roles, sections: Sections) -> tuple[DataPlan, None]:
+def _tasks(top: Top, sections: Sections) -> tuple[DataPlan, None]:
     """Return (training tasks, None).
 
     The second value stands for the held-out rows of `_prompts`. `Top.held_out_tasks` plans the validation on tasks.
     """
     training, held_out = top.tasks()
-    if None not in sections.teachers.values():  # the tasks return the rewards
-        row_plans.check_tags(roles, (), training, held_out, top.diag)
+    if not sections.lacks_teacher:  # the tasks return the rewards
+        row_plans.check_tags(sections, (), training, held_out, top.diag)
     return training, None
 
 
-def _prompts(
-    top: Top, roles: Roles, sections: Sections, rewards: tuple[RewardPlan, ...]
-) -> tuple[DataPlan | None, DataPlan | None]:
+def _prompts(top: Top, sections: Sections, rewards: tuple[RewardPlan, ...]) -> tuple[DataPlan | None, DataPlan | None]:
     """Return (training prompts, validation prompts); a value is None if there are no such prompts."""
-    training = roles.train.worker.data_args if roles.train else None
+    training = sections.train.data_args if sections.train else None
     data = row_plans.read_data(training, top, top.prompt_length) if training else None
     validation = None
     if top.validation and (sections.rewards or top.workflow):
         validation = row_plans.read_data(top.validation.data_args, top, top.prompt_length, training)
-    elif top.validation and roles.mode == "pure":
+    elif top.validation and sections.mode == "pure":
         top.diag.note("validation", "is skipped, as no reward scores the answers; write rewards.math_rule")
     if None not in sections.rewards.values():  # if a section has a problem, its tags would seem to have no reward
         if training and data:
             data = replace(data, streams=row_plans.read_streams(training, data, rewards))
-        if None not in sections.teachers.values():
-            row_plans.check_tags(roles, rewards, data, validation, top.diag)
+        if not sections.lacks_teacher:
+            row_plans.check_tags(sections, rewards, data, validation, top.diag)
     if top.workflow:  # a workflow makes the prompts itself
         truth = (data and data.columns.get("ground_truth")) or top.response_key
         data, validation = (found and _for_workflow(found, truth) for found in (data, validation))
@@ -281,12 +211,8 @@ def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
     return replace(data, schema="task", prompt_length=MAX_TOKENS, columns=FrozenDict(columns), system_prompt=None)
 
 
-def _demonstrations(top: Top, length: int) -> DataPlan | None:
-    """Return the plan of the demonstrations; None for a run without demonstrations.
-
-    Args:
-        length: maximum number of tokens of a demonstration, prompt and answer together.
-    """
+def _demonstrations(top: Top) -> DataPlan | None:
+    """Return the plan of the demonstrations; None for a run without demonstrations."""
     share, section = top.expert_data_ratio, top.demonstrations
     if section is None:
         if share:
@@ -309,7 +235,7 @@ def _demonstrations(top: Top, length: int) -> DataPlan | None:
         top.diag.unsupported("demonstrations", text)
         return None
     args = section.data_args
-    data = row_plans.read_answers(args, top, section, length, "prompt_length + response_length", "sft")
+    data = row_plans.read_answers(args, top, section, top.longest, "prompt_length + response_length", "sft")
     if data is None:
         return None
     if not first_tags(data)[0]:

@@ -16,7 +16,7 @@ from roll_opd.data.formats import refusal
 from roll_opd.data.rows import RESERVED_VARIABLES, DataError
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.tokenizer_files import chat_template_of
-from roll_opd.planner.role_reader import Roles
+from roll_opd.planner.read import Sections
 
 COLUMNS = ("messages", "prompt", "tag", "id", "ground_truth")  # keys of data_args that name a column
 SHARE_TOLERANCE = 0.01  # wide enough for thirds written as 0.33
@@ -94,11 +94,11 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
     return FrozenDict({key: name for key, name in columns.items() if name != key})
 
 
-def chat_variables(top: Run, roles: Roles) -> FrozenDict:
+def chat_variables(top: Run, roles: Sections) -> FrozenDict:
     """Return the variables of chat templates. Refuse reserved names and variables that no template of the run reads."""
     key, values = "chat_template_kwargs", top.chat_template_kwargs
     train = roles.train
-    names = {top.global_template or (train.worker.data_args.template if train else None) or "native"}
+    names = {top.global_template or (train.data_args.template if train else None) or "native"}
     for name in sorted((names | set(top.tag_to_template.values())) & TEMPLATES.keys()):
         template, place = TEMPLATES[name], f"template {name}"
         source: object = template.source
@@ -238,7 +238,7 @@ def shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> s
 
 
 def check_tags(
-    roles: Roles,
+    roles: Sections,
     rewards: tuple[RewardPlan, ...],
     data: DataPlan | None,
     validation: DataPlan | None,
@@ -249,7 +249,7 @@ def check_tags(
     Each tag of the training data needs a teacher. If the run has rewards, each tag of the training and of the
     validation data needs a reward worker.
     """
-    teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
+    teacher_tags = {role.path: role.tag_included or None for role in roles.teachers.values()}
     chosen = teacher_tags | {f"rewards.{reward.domain}": reward.tags for reward in rewards}
     if all(tags is None for tags in chosen.values()):
         return

@@ -5,7 +5,6 @@ true, such a strategy is refused. Options of the engine are passed on unchanged.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from roll_opd.base import hardware
@@ -39,31 +38,14 @@ SGLANG = {
 }
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """Devices and layout of a role, and the options of its engine.
-
-    A field is None if its value has a problem.
-    """
-
-    devices: tuple[int, ...] | None = None
-    layout: Layout | None = None  # None also if devices and sizes do not match; for vLLM, dp is the number of engines
-    args: dict[str, Any] = field(default_factory=dict)
-    dtype: Dtype | None = None  # Megatron's precision, from bf16/fp16
-    use_distributed_optimizer: bool = True
-    overlaps: tuple[str, ...] = ()  # names in `OVERLAPS` that are enabled
-    max_model_len: int | None = None  # vLLM's max_model_len, as written
-    sleep_level: int = 2  # of vLLM
-
-
-def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
+def read_devices(worker: Worker, student: Worker | None, every: int) -> tuple[int, ...] | None:
     """Return the devices of a role; return None if a problem was reported.
 
     By default, the student has all devices of the run, and the other roles take turns on the student's devices. This is
     the rule in ROLL's documentation.
 
     Args:
-        student: the student's strategy; None for the student itself, and for a role without default devices.
+        student: the student; None for the student itself, and for a role without default devices.
         every: number of devices of the run; 0 for a role without default devices.
     """
     if worker.device_mapping is not None:
@@ -137,21 +119,21 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
 
 
 def read_megatron(
-    worker: Worker, job: str, strict: bool, student: Strategy | None = None, *, every: int = 0
-) -> Strategy:
-    """Return the placement of a Megatron role.
+    worker: Worker, job: str, strict: bool, student: Worker | None = None, *, every: int = 0
+) -> dict[str, Any]:
+    """Return the derived values of a Megatron role: devices, layout and options of the engine.
 
     A role that takes turns with the student has the student's layout by default. For `student` and `every`, see
     `read_devices`.
     """
     devices = read_devices(worker, student, every)
     if devices is None and worker.device_mapping is None:
-        return Strategy()
+        return {}
     if worker.device_mapping is None and worker.strategy_args is None and student is not None and student.layout:
-        return Strategy(devices, student.layout)
+        return {"devices": devices, "layout": student.layout}
     config = read_strategy(worker, job, strict)
     if config is None:
-        return Strategy()
+        return {}
     before, layout = len(worker.diag.problems), None
     sizes, switches, args = _sort_settings(config, worker.diag.below(OPTIONS))
     if devices is not None and len(worker.diag.problems) == before:
@@ -162,7 +144,10 @@ def read_megatron(
     if OVERLAPS[1] in overlaps and (OVERLAPS[0] not in overlaps or not distributed):
         needs = "use_distributed_optimizer and overlap_grad_reduce"
         worker.diag.error(f"{OPTIONS}.{OVERLAPS[1]}", f"true needs {needs} to be true as well, as in Megatron")
-    return Strategy(devices, layout, args, dtype, distributed, overlaps)
+    return {
+        **{"devices": devices, "layout": layout, "engine_args": args, "engine_dtype": dtype, "overlaps": overlaps},
+        "use_distributed_optimizer": distributed,
+    }
 
 
 def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
@@ -238,15 +223,15 @@ def _layout(
     return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
 
-def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, every: int = 0) -> Strategy:
-    """Return the placement of a role's engines.
+def read_vllm(worker: Worker, strict: bool, student: Worker | None = None, *, every: int = 0) -> dict[str, Any]:
+    """Return the derived values of a role's engines: devices, layout and options.
 
     For `student` and `every`, see `read_devices`.
     """
     devices = read_devices(worker, student, every)
     config = read_strategy(worker, "rollout", strict)
     if config is None:
-        return Strategy()
+        return {}
     diag = worker.diag.below(OPTIONS)
     diag.unused(*IGNORED_VLLM & config.keys())
     given = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
@@ -254,10 +239,10 @@ def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, 
     level = given.pop("sleep_level", 2)
     if level not in SLEEP_LEVELS or isinstance(level, bool):
         diag.error("sleep_level", f"should be 1 (move weights to the host) or 2 (discard them), got {level!r}")
-        return Strategy()
+        return {}
     for key, size in (("tensor_parallel_size", tp), ("max_model_len", length)):
         if size is not None and not _is_positive(key, size, diag):
-            return Strategy()
+            return {}
     for key in ("pipeline_parallel_size", "data_parallel_size"):
         if given.pop(key, 1) != 1:
             diag.error(
@@ -271,4 +256,6 @@ def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, 
         )
         devices = None
     args = {key: value for key, value in given.items() if _counts("vLLM", key, value, diag)}
-    return Strategy(devices, Layout(tp=tp, dp=len(devices or ()) // tp), args, max_model_len=length, sleep_level=level)
+    layout = Layout(tp=tp, dp=len(devices or ()) // tp)
+    sizes = {"devices": devices, "layout": layout, "max_model_len": length, "sleep_level": level}
+    return {**sizes, "engine_args": args}

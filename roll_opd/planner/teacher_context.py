@@ -1,44 +1,40 @@
 """Plan and check the contexts of teachers, and check teachers whose weights follow the student's."""
 
 from roll_opd.config.plan import ContextPlan
-from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, keys_of, shared
+from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, Worker, shared
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_info import same_weights
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.planner.check_values import micro_batch
 from roll_opd.planner.http_plans import http_keys
-from roll_opd.planner.role_reader import Role, Roles
+from roll_opd.planner.read import Sections
 
 PREFIX_TOPK = 20  # default of --max-logprobs in vLLM's servers
 
 
-def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
+def context_of(name: str, role: Worker, top: Top) -> ContextPlan | None:
     """Return the context of a teacher; None if the teacher reads the student's prompt.
 
     By default, a hint may be as long as a response, but the model and the micro-batches limit its length.
-
-    Args:
-        name: name of the teacher.
-        response: maximum number of tokens of a response.
     """
-    worker = role.worker
-    if not (has_context(role) or role.is_aligned) or not isinstance(worker, TeacherWorker):
+    if not (role.has_context or role.is_aligned) or not isinstance(role, TeacherWorker):
         return None
+    response = top.response_tokens or 0
     limits = [top.prompt_length + 2 * response, *_limits(role).values()]
-    keys = shared(ContextKeys, worker)
-    if role.is_aligned and not worker.template and role.info and has_chat_template(role.info.path):
+    keys = shared(ContextKeys, role)
+    if role.is_aligned and not role.template and role.info and has_chat_template(role.info.path):
         keys["template"] = "native"  # the student's template is the template of the rows
     return ContextPlan(
         **keys,
         name=name,
         key=role.path,
-        prompt_length=worker.prompt_length or min(limits) - response,
-        tokenizer=str(role.info.path) if (worker.template or role.is_aligned) and role.info else None,
-        tags=worker.tag_included or None,
+        prompt_length=role.prompt_length or min(limits) - response,
+        tokenizer=str(role.info.path) if (role.template or role.is_aligned) and role.info else None,
+        tags=role.tag_included or None,
     )
 
 
-def prefix_topk(role: Role, top: Top) -> int:
+def prefix_topk(role: Worker, top: Top) -> int:
     """Return the number k of most likely tokens that a teacher must return for each token; 0 if none are needed.
 
     Only a teacher with a tokenizer other than the student's needs a top-k, because the log-probs of single student
@@ -49,17 +45,7 @@ def prefix_topk(role: Role, top: Top) -> int:
     return min(PREFIX_TOPK, role.info.vocab)
 
 
-def has_context(role: Role) -> bool:
-    """Return whether a teacher's context differs from the student's."""
-    return any(getattr(role.worker, key, None) is not None for key in keys_of(ContextKeys))
-
-
-def follows(role: Role) -> bool:
-    """Return whether a teacher's weights follow the student's."""
-    return isinstance(role.worker, TeacherWorker) and role.worker.follows_student is not None
-
-
-def check_teachers(roles: Roles, top: Top, response: int) -> None:
+def check_teachers(roles: Sections, top: Top) -> None:
     """Check the teachers of a run.
 
     The checks are about teachers with their own context, teachers whose weights follow the student's, and teachers with
@@ -68,22 +54,21 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
     if "opd_chunk_credit" in top.written and not any(role.is_aligned for role in roles.teachers.values()):
         top.diag.note("opd_chunk_credit", "has no effect, as every teacher has the student's tokenizer")
     for role in roles.teachers.values():
-        worker = role.worker
-        assert isinstance(worker, TeacherWorker)
+        assert isinstance(role, TeacherWorker)
         if role.is_aligned:
             _check_aligned(role, top)
-        if has_context(role) or role.is_aligned:
-            _check_context(role, worker, top, response)
-        elif worker.prompt_length:
+        if role.has_context or role.is_aligned:
+            _check_context(role, top.response_tokens or 0)
+        elif role.prompt_length:
             role.diag.note("prompt_length", "has no effect without a system_prompt, a hint or a template")
-        if worker.follows_student and role.external:
+        if role.follows_student and role.external:
             what = "does not get the student's weights; remove this section, or remove follows_student"
-            role.diag.error(next(iter(worker.sources)), what)
-        elif worker.follows_student:
-            _check_follower(role, worker, roles, top)
+            role.diag.error(next(iter(role.sources)), what)
+        elif role.follows_student:
+            _check_follower(role, roles, top)
 
 
-def _check_aligned(role: Role, top: Top) -> None:
+def _check_aligned(role: Worker, top: Top) -> None:
     """Check the objective for a teacher whose tokenizer differs from the student's.
 
     The objective may need only log-probs of text, and the source of the teacher's log-probs must be able to compute
@@ -111,45 +96,45 @@ def _check_aligned(role: Role, top: Top) -> None:
         )
 
 
-def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -> None:
-    if worker.template is not None:
-        role.diag.is_one_of("template", worker.template, TEMPLATES)
-    if worker.prompt_length is None:
+def _check_context(role: TeacherWorker, response: int) -> None:
+    if role.template is not None:
+        role.diag.is_one_of("template", role.template, TEMPLATES)
+    if role.prompt_length is None:
         return
     for what, limit in _limits(role).items():
-        if worker.prompt_length + response > limit:
+        if role.prompt_length + response > limit:
             role.diag.error(
                 "prompt_length",
-                f"a prompt of {worker.prompt_length} and a response of {response} tokens are more than {what}"
+                f"a prompt of {role.prompt_length} and a response of {response} tokens are more than {what}"
                 f" ({limit}); lower prompt_length",
             )
 
 
-def _limits(role: Role) -> dict[str, int]:
+def _limits(role: Worker) -> dict[str, int]:
     """Return the maximum number of tokens in a teacher's sequence, by the name of the limit."""
     found = {}
     if role.info:
         found["the positions of its model"] = role.info.max_positions
-    if tokens := micro_batch(role.worker, False).tokens:
+    if tokens := micro_batch(role, False).tokens:
         found["the tokens of its micro-batches"] = tokens
     return found
 
 
-def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -> None:
+def _check_follower(role: TeacherWorker, roles: Sections, top: Top) -> None:
     """Check a teacher whose weights follow the student's.
 
     Such a teacher must start with the student's weights. After that, it must have a different context or older weights,
     because otherwise every reverse KL is 0.
     """
-    assert worker.follows_student
-    follow = worker.follows_student
+    assert role.follows_student
+    follow = role.follows_student
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
         role.diag.error(
             "follows_student",
             f"the teacher starts with the student's weights, but {role.info.path} has different weights;"
             " remove model_args.model_name_or_path from the teacher's section",
         )
-    if has_context(role):
+    if role.has_context:
         return
     if follow.update_interval == 1 and not follow.ema_decay:
         role.diag.error(

@@ -13,7 +13,7 @@ from roll_opd.config import roll_keys as roll
 from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Many, Name, NotNegative, Positive, Versions
 from roll_opd.config.schema.objective_keys import CriticKeys, ObjectiveKeys, StepKeys, TrainInferCorrection
 from roll_opd.config.schema.run_keys import PromptColumns, Run
-from roll_opd.config.schema.section import OURS, TRINITY, Section, key, keys_of
+from roll_opd.config.schema.section import OURS, TRINITY, Section, derived, key, keys_of
 from roll_opd.config.schema.worker_keys import DataArgs, GeneratingArgs, Worker
 
 if TYPE_CHECKING:  # these types inherit from the keys
@@ -252,6 +252,14 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     importance_sampling: str | None = key(
         None, "ratio of the policy loss; token: one ratio for each token; seq: one ratio for each sequence"
     )
+    responses: int = derived(1)  # per prompt
+    response_tokens: int | None = derived(None)  # of the longest response; None: a problem was reported
+    held_out_tokens: int | None = derived(None)  # of the longest response in validation; None: as in training
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sequence."""
+        return self.prompt_length + (self.response_tokens or 0)
 
     def arguments(self) -> Mapping[str, Any]:
         """Return the values of the pipeline's further keys, which `plan.pipeline_args` has."""

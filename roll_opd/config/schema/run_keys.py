@@ -152,6 +152,11 @@ class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
         OURS,
     )
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sequence."""
+        raise NotImplementedError
+
     def __init_subclass__(cls) -> None:
         if "pipeline" in vars(cls):
             PIPELINES[cls.pipeline] = cls

@@ -36,6 +36,14 @@ def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", forme
     return field(default=default, metadata=metadata)
 
 
+def derived(default: T) -> T:
+    """Declare a value that the planner fills in. A user cannot set it."""
+    metadata = {"derived": True}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class Reading:
     """Context that pydantic passes to the validators."""
@@ -167,7 +175,11 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
     """Return the keys that a user may set in a section, as a map: key -> type annotation."""
     if section not in _KEYS:
         hints = get_type_hints(section, include_extras=True)
-        _KEYS[section] = {item.name: hints[item.name] for item in fields(section) if item.name not in section.ignored}
+        _KEYS[section] = {
+            item.name: hints[item.name]
+            for item in fields(section)
+            if item.name not in section.ignored and "derived" not in item.metadata
+        }
     return _KEYS[section]
 
 

@@ -61,6 +61,11 @@ class Supervised(Run):
     train_batch_size: Many | None = key(None, "rows per step; default: the rows of one update", OURS)
     validation: HeldOut | None = key(None, "held-out rows for measuring the loss")
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sequence."""
+        return self.sequence_length
+
     def refusals(self) -> Mapping[str, str]:
         """Return the keys whose values are refused, as a map: key -> reason."""
         return {}

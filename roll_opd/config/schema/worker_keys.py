@@ -25,13 +25,17 @@ from roll_opd.config.schema.key_types import (
     Temperature,
     Texts,
 )
-from roll_opd.config.schema.section import OURS, Section, key, keys_of, shared
+from roll_opd.config.schema.section import OURS, Section, derived, key, keys_of, shared
 
 if TYPE_CHECKING:
-    from roll_opd.config.role_plans import ExternalPlan
+    from roll_opd.config.role_plans import ExternalPlan, Layout, LoraPlan
+    from roll_opd.models.model_info import ModelInfo
+else:  # types of derived values, which pydantic does not validate
+    Layout = LoraPlan = ModelInfo = Any
 
 PURE_ROLES = ("student_train", "student_infer")  # names of the student's training and sampling roles
 MIXED_ROLES = ("actor_train", "actor_infer")  # names of these roles in mixed mode
+Job = Literal["train", "frozen", "rollout"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +222,10 @@ class RouterReplay(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Worker(Section):
-    """A role: student, rollout, teacher, reference policy, critic, or a judge with local engines."""
+    """A role: student, rollout, teacher, reference policy, critic, or a judge with local engines.
+
+    The planner fills in the derived values. A derived value is None if it could not be read.
+    """
 
     ignored = roll.IGNORED_WORKER
     model_args: ModelArgs = key(ModelArgs(), "the model")
@@ -259,6 +266,42 @@ class Worker(Section):
     opd_kl_coef: NotNegative | None = key(None, "weight of this teacher; overrides the top-level key")
     tag_included: Texts | None = key(None, "tags of the rows that this teacher scores; default: all tags")
     system_envs: Environment = key({}, "environment variables of the role's processes")
+
+    job: Job = derived("frozen")
+    info: ModelInfo | None = derived(None)
+    dtype: Dtype = derived("bf16")
+    lora: LoraPlan | None = derived(None)  # adapter of the student
+    is_aligned: bool = derived(False)  # the role is a teacher with another tokenizer, aligned by bytes
+    devices: tuple[int, ...] | None = derived(None)
+    # None also if devices and sizes do not match; for vLLM, dp is the number of engines
+    layout: Layout | None = derived(None)
+    engine_args: dict[str, Any] = derived({})  # options that are passed to the engine
+    engine_dtype: Dtype | None = derived(None)  # precision that the options of Megatron set
+    use_distributed_optimizer: bool = derived(True)
+    overlaps: tuple[str, ...] = derived(())  # names in `strategies.OVERLAPS` that are enabled
+    max_model_len: int | None = derived(None)  # of vLLM, as written
+    sleep_level: int = derived(2)  # of vLLM
+    mini_batch: int | None = derived(None)  # sequences of an update
+
+    @property
+    def path(self) -> str:
+        """The dotted key of the section."""
+        return self.diag.path
+
+    @property
+    def external(self) -> "ExternalKeys | None":
+        """The section that names an external source of a teacher's log-probs; None if the role runs on devices."""
+        return None
+
+    @property
+    def has_context(self) -> bool:
+        """Whether the role is a teacher whose context differs from the student's."""
+        return False
+
+    @property
+    def follows(self) -> bool:
+        """Whether the role is a teacher whose weights follow the student's."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,3 +446,18 @@ class TeacherWorker(Worker, ContextKeys):
         """
         sections = {name: getattr(self, name) for name in keys_of(type(self))}
         return {name: section for name, section in sections.items() if isinstance(section, ExternalKeys)}
+
+    @property
+    def external(self) -> ExternalKeys | None:
+        """See `Worker`."""
+        return next(iter(self.sources.values()), None)
+
+    @property
+    def has_context(self) -> bool:
+        """See `Worker`."""
+        return any(getattr(self, name) is not None for name in keys_of(ContextKeys))
+
+    @property
+    def follows(self) -> bool:
+        """See `Worker`."""
+        return self.follows_student is not None
