@@ -6,9 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from roll_opd.pipelines.history import RunPart, differences, renamed, text_of
+from roll_opd.pipelines.history import CONTENT, RunPart, differences, renamed, text_of
 from roll_opd.pipelines.origin import cached, model_name
-from roll_opd.pipelines.plan_settings import CONTENT, Settings, as_written
 
 # keys on every card, if they are set; the card adds keys that differ between two parts of the run
 ALWAYS = (
@@ -34,7 +33,6 @@ def settings_table(parts: Sequence[RunPart]) -> str:
     The table has a column for each part of the run. It has a row for each setting in `ALWAYS`, and for each setting
     that changed between two parts.
     """
-    parts = [part if part.settings is None else replace(part, settings=as_written(part.settings)) for part in parts]
     known = [part.settings for part in parts if part.settings is not None]
     if not known:
         return ""
@@ -44,8 +42,7 @@ def settings_table(parts: Sequence[RunPart]) -> str:
     known = [part.settings for part in parts if part.settings is not None]
     keys = [key for key in known[-1] if any(re.fullmatch(pattern, key) for pattern in ALWAYS)]
     for before, now in pairwise(known):
-        changed = differences(before, now)
-        keys += [key for one in changed for key in _keys_below(one, before, now)]
+        keys += differences(before, now)
     rows = [row for key in dict.fromkeys(keys) if (row := _row(key, parts))]
     if not rows:
         return ""
@@ -57,17 +54,6 @@ def settings_table(parts: Sequence[RunPart]) -> str:
 def steps_text(first: int, last: int | None) -> str:
     """Return a range of consecutive steps as text."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:
-    """Return the keys of the settings that a key of a change stands for.
-
-    If a setting changes in the same way in several sections, the change is stored once, under the last part of the key.
-    In this case, all keys in `before` and `now` that end in this part are returned.
-    """
-    if key in before or key in now:
-        return [key]
-    return [each for each in dict.fromkeys((*before, *now)) if each.endswith(f".{key}")]
 
 
 def _row(key: str, parts: Sequence[RunPart]) -> str | None:

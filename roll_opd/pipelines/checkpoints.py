@@ -51,7 +51,7 @@ class Checkpoint:
     source_state: dict[str, Any]  # state of the prompt source
     kl_coef: float | None = None  # KL coefficient of the next step
     began: datetime | None = None  # start of its run, in local time; None: saved by an earlier version
-    # parts of the run up to `step`, as `history.parts_of` reads them; None: saved by an earlier version
+    # parts of the run up to `step`, as `history.parts_of` reads them; None: it has none
     parts: Any = None
     groups: str | None = None  # digest of the file `GROUPS`; None: there is no finished group
 

@@ -19,7 +19,6 @@ from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
 from roll_opd.pipelines.concurrent_validation import ConcurrentValidation
 from roll_opd.pipelines.engine_check import EngineCheck
-from roll_opd.pipelines.history import changed_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
@@ -185,8 +184,7 @@ def _restored(run: Run) -> list[FinishedGroup]:
     If a setting that affects these groups has changed, the list is empty.
     """
     groups = run.resumed.finished_groups() if run.resumed else []
-    roles = [role.name for role in run.plan.frozen_roles()]
-    if groups and (changed := changed_samples(run.history.changes, roles)):
+    if groups and (changed := run.history.resampled):
         run.logger.note(
             f"The {len(groups)} finished groups of the checkpoint are sampled again, as {changed} has changed"
         )

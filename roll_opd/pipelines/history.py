@@ -1,86 +1,75 @@
 """The settings of a run, including all of its resumes.
 
-A part is a range of consecutive steps with the same settings. Every checkpoint stores the parts, so that they are known
+The settings are the values of the configuration, under their dotted keys, and hashes of the models and data files. A
+part is a range of consecutive steps with the same settings. Every checkpoint stores the parts, so that they are known
 even if a run resumes from a checkpoint that was moved.
 """
 
-import re
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from roll_opd.base.failures import ConfigError
-from roll_opd.base.user_modules import same_modules
-from roll_opd.config.plan import RunPlan
-from roll_opd.config.schema import MIXED_ROLES, PIPELINES, PURE_ROLES, Top, supervised_pipelines
-from roll_opd.pipelines.plan_settings import CONTENT, Settings, as_written, settings_of
-from roll_opd.planner.build import load_plan
+import yaml
+
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, RunPlan
+from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, CheckpointKeys, keys_of, supervised_pipelines
+from roll_opd.config.yaml_files import LOADER
+from roll_opd.models.model_info import fingerprint
 from roll_opd.tracking.run_directory import RUN_FACTS
 
-DISTRIBUTED_OPTIMIZER = (
-    "strategy_args.strategy_config.use_distributed_optimizer"  # key on which the format of an optimizer state depends
-)
+Settings = dict[str, Any]  # key of the configuration -> value, in the types of JSON
+Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: not set
+
+CONTENT = " (content)"  # suffix of keys whose value is the hash of a model or of data files
+WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed completely; of larger files, pieces are hashed
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that determine a model's outputs
+DISTRIBUTED_OPTIMIZER = "strategy_args.strategy_config.use_distributed_optimizer"
+DTYPE = "model_args.dtype"
+# keys that do not influence results
+NO_SETTINGS = frozenset({
+    *keys_of(CheckpointKeys),
+    *("output_dir", "logging_dir", "exp_name", "resume_from_checkpoint", "track_with", "tracker_kwargs"),
+    *("logging_steps", "logged_samples_per_step", "device_memory_gb", "max_restarts", "max_lost_workers"),
+    *("startup_timeout_s", "server_timeout_s", "shutdown_timeout_s", "host_timeout_s", "stall_timeout_s"),
+    "min_batch_fraction",
+})  # fmt: skip
 SHOWN = 12  # maximum number of changes in the console line of a resumed run
 FEW = 4  # maximum number of keys; a larger section that is added or removed counts as one change
 LONGEST = 60  # maximum characters of a value in that line
-# sections of the student
+# names of the section of the student, and of its engines
 STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in supervised_pipelines().values()))
 SAMPLERS = (PURE_ROLES[1], MIXED_ROLES[1])
-# derived key -> source keys; a change of a derived key is not listed if a source key has changed
-FOLLOWS = {
-    r".+\.max_model_len": ("prompt_length", "response_length", "sequence_length"),
-    "enable_old_logprobs_recompute": (
-        *("ppo_epochs", "rollout_batch_size", "num_return_sequences_in_group", "train_env_manager.group_size"),
-    ),
-    "num_train_epochs": ("max_steps",),
-    r"demonstrations\.updates": ("rollout_batch_size", "num_return_sequences_in_group", "expert_data_ratio"),
-}
-# changes in a line are ordered by the first of these patterns that matches
-FIRST = (
-    r".*\.(learning_rate|lr_scheduler_\w+.*|warmup_steps)",
-    r".*training_args\..*",
-    r"mode|pipeline|policy_loss.*|adv_estimator|opd_.*|.*kl.*|.*clip.*|gamma|lambd|beta",
-    r"rollout_batch_size|num_return_sequences_in_group|ppo_epochs|max_steps|response_length|prompt_length|seed",
-    r"(.*\.)?(model_args|data_args|generating_args)\..*|rewards\..*|workflow.*",
-)
-SHARED = ("opd_kl_coef", "training_args.max_grad_norm")  # keys of sections that also exist at the top level
-
-# keys on which samples, their log-probs of teachers and reference, or their rewards depend
-OF_SAMPLES = (
-    r"(.*\.)?generating_args\..*|num_return_sequences_in_group|.*(prompt|response|sequence)_length|seed",
-    r"(train_env_manager|custom_envs|workflow|rewards|opd_objective|opd_topk|teacher|rollout_temp).*",
-    r".*(filter|tag_included).*|.*max_model_len",
-)
-# parts of a frozen role that do not change its log-probs
-ENGINE_LAYOUT = ("device_mapping", "strategy_args", "infer_batch_size")
-
-Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: not set
 
 
 @dataclass(frozen=True)
 class RunPart:
-    """Consecutive steps with the same settings.
+    """Consecutive steps with the same settings. `settings` is None if they are unknown.
 
-    `settings` is None if the settings are unknown, for example if an earlier version saved the checkpoint.
+    `samples` has a digest of each part of the plan on which samples depend.
     """
 
     first: int
     last: int | None  # None for the current part
     settings: Settings | None
+    samples: Mapping[str, str] = field(default_factory=FrozenDict)
 
 
 @dataclass(frozen=True)
 class History:
     """The parts of a run, with the current part last.
 
-    `changes` contains the settings that changed when the run was last resumed.
+    `changes` contains the settings that changed when the run was last resumed. `resampled` is the first part of the
+    plan on which samples depend and that changed then; None if there is none.
     """
 
     parts: tuple[RunPart, ...]
     resumed_after: int | None = None  # step; None: a new run
     changes: Changes = field(default_factory=dict)
+    resampled: str | None = None
 
     def up_to(self, step: int) -> tuple[RunPart, ...]:
         """Return the parts up to the end of `step`."""
@@ -88,7 +77,7 @@ class History:
 
     def as_json(self, step: int) -> list[dict[str, Any]]:
         """Return the parts for a checkpoint after `step`, in the form that `parts_of` reads."""
-        return [asdict(part) for part in self.up_to(step)]
+        return [asdict(part) | {"samples": dict(part.samples)} for part in self.up_to(step)]
 
     def as_facts(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return the first and last step of each part, and its changes from the previous part.
@@ -124,25 +113,23 @@ class History:
 
 def begun(plan: RunPlan) -> History:
     """Return the history of a new run."""
-    return History((RunPart(1, None, settings_of(plan)),))
+    return History((RunPart(1, None, settings_of(plan), _of_samples(plan)),))
 
 
 def continued(parts: Sequence[RunPart], plan: RunPlan, step: int) -> History:
     """Return the history of a run that resumes after `step`. If any setting has changed, the history has a new part."""
-    settings, known = settings_of(plan), parts[-1].settings
-    changes = {} if known is None else differences(known, settings)
-    if known is not None and not changes:
-        return History((*parts[:-1], replace(parts[-1], last=None, settings=settings)), step)
-    return History((*parts, RunPart(step + 1, None, settings)), step, changes)
+    before, now = parts[-1], replace(begun(plan).parts[0], first=step + 1)
+    changes = {} if before.settings is None else differences(before.settings, now.settings or {})
+    resampled = next((name for name, digest in now.samples.items() if before.samples.get(name) != digest), None)
+    if before.settings is not None and not changes:
+        return History((*parts[:-1], replace(now, first=before.first)), step, resampled=resampled)
+    return History((*parts, now), step, changes, resampled)
 
 
 def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
-    """Return the parts in a checkpoint of `step`.
-
-    If the checkpoint has no parts, or the parts are damaged, return a single part with unknown settings.
-    """
+    """Return the parts in a checkpoint of `step`; a single part with unknown settings if they are damaged."""
     try:
-        parts = tuple(RunPart(int(each["first"]), int(each["last"]), each["settings"]) for each in saved)
+        parts = tuple(RunPart(each["first"], each["last"], each["settings"], dict(each["samples"])) for each in saved)
         if parts and all(part.settings is None or isinstance(part.settings, dict) for part in parts):
             return parts
     except (TypeError, KeyError, ValueError):
@@ -150,27 +137,64 @@ def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
     return (RunPart(1, step, None),)
 
 
-def read_settings(run: Path, like: RunPlan) -> Settings | None:
-    """Return the settings in the config.yaml of a run, or None if they cannot be read.
+def settings_of(plan: RunPlan) -> Settings:
+    """Return the settings of a run, without API keys. Raises OSError if a file cannot be read."""
+    written = yaml.load(plan.config_yaml, Loader=LOADER) or {}  # without secrets
+    found: Settings = dict(_leaves({key: value for key, value in written.items() if key not in NO_SETTINGS}))
+    found |= {"mode": plan.mode, "pipeline": plan.pipeline}
+    for role in filter(None, (plan.student, plan.critic)):  # the format of an optimizer state depends on them
+        found[f"{role.name}.{DISTRIBUTED_OPTIMIZER}"] = role.optimizer.use_distributed_optimizer
+        found[f"{role.name}.{DTYPE}"] = role.model.dtype
+    paths = {role.model.path: f"{role.name}.model_args.model_name_or_path" for role in reversed(plan.roles().values())}
+    contents = {key: _model_files(Path(path)) for path, key in paths.items()}
+    data = {plan.student.name: plan.data}
+    data |= {"validation": plan.validation.data} if plan.validation else {}
+    data |= {"demonstrations": plan.demonstrations.data} if plan.demonstrations else {}
+    contents |= {f"{name}.data_args.file_name": [Path(file) for file in rows.files] for name, rows in data.items()}
+    return found | {f"{key}{CONTENT}": _hash(files) for key, files in contents.items() if files}
 
-    The settings are read from this file if the checkpoint of the run has none.
-    """
-    if not (run / "config.yaml").is_file():
-        return None
-    named = like.pipeline if like.pipeline in PIPELINES.keys() - {Top.pipeline} else None
-    try:
-        with same_modules():
-            plan = load_plan(str(run), "config", pure=None if named else like.mode == "pure", pipeline=named)
-        return settings_of(plan)
-    except (ConfigError, OSError, ValueError):
-        return None
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of each value that is not a section."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{key}.")
+        elif value is not None:
+            yield f"{path}{key}", value
+
+
+def _of_samples(plan: RunPlan) -> dict[str, str]:
+    """Return digests of what samples, their rewards and the log-probs of frozen roles depend on, by its name."""
+    rollout, objective = plan.rollout, plan.objective
+    if rollout is None:
+        return {}
+    found: dict[str, object] = {
+        "seed": plan.seed,
+        "workflow": (plan.workflow, plan.data.environments),
+        "generating_args": (rollout.sampling, rollout.max_model_len, plan.data.prompt_length),
+        "rewards": plan.rewards,
+        "opd_objective": (objective.opd_objective, objective.opd_topk, objective.opd_topk_source),
+        "reference": plan.reference and _weights(plan.reference),
+    }
+    for teacher in plan.teachers:
+        source = _weights(teacher.role) if teacher.role else teacher.source
+        found[teacher.source.name] = replace(teacher, source=source)
+    contents = [_model_files(Path(role.model.path)) for role in plan.frozen_roles()]
+    found["weights of frozen models"] = [_hash(files) for files in contents]
+    return {name: hashlib.sha256(repr(value).encode()).hexdigest()[:12] for name, value in found.items()}
+
+
+def _weights(role: MegatronPlan) -> MegatronPlan:
+    """Return a frozen role without its layout, which does not change its log-probs."""
+    layout: dict[str, Any] = {"devices": (), "layout": Layout(), "forward_limits": MicroBatchLimits()}
+    return replace(role, **layout, megatron_args=FrozenDict(), env=FrozenDict())
 
 
 def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
     """Return an error for each changed setting that makes the optimizer state in `checkpoint` unusable."""
     now, problems = settings.parts[-1].settings or {}, []
     for key, (before, after) in settings.changes.items():
-        section = key.removesuffix(f".{DISTRIBUTED_OPTIMIZER}").removesuffix(".model_args.dtype")
+        section = key.removesuffix(f".{DISTRIBUTED_OPTIMIZER}").removesuffix(f".{DTYPE}")
         is_distributed = now.get(f"{section}.{DISTRIBUTED_OPTIMIZER}")
         if None in (before, after) or section == key or is_distributed is None:
             continue
@@ -186,52 +210,19 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
 def differences(before: Settings, now: Settings) -> Changes:
     """Return the settings that differ between `before` and `now`.
 
-    If a section was renamed, its name in `now` is used. A change that is derived from another change is left out.
+    If a section was renamed, its name in `now` is used. The content of a path counts only if the path is the same.
     """
-    before, now = renamed(as_written(before), now), as_written(now)
+    before = renamed(before, now)
     found: Changes = {
         key: (before.get(key), now.get(key))
         for key in dict.fromkeys((*now, *before))
         if before.get(key) != now.get(key)
     }
     found = _whole_sections(found, before, now)
-    for key in list(found):
-        if _follows(key, found):
-            del found[key]
-    for key in SHARED:
-        sections = [each for each in now if each.endswith(f".{key}")]
-        if sections and len({str(found.get(each)) for each in sections}) == 1 and sections[0] in found:
-            change = found[sections[0]]
-            found = {each: value for each, value in found.items() if each not in sections}
-            found[key.rpartition(".")[2]] = change
-    return {key: found[key] for key in sorted(found, key=_place)}
-
-
-def changed_samples(changes: Changes, frozen: Sequence[str]) -> str | None:
-    """Return the first changed key that affects samples or the log-probs of frozen roles, or None if there is none.
-
-    `frozen` are the names of the frozen roles.
-    """
-    for key in changes:
-        section, _, rest = key.partition(".")
-        if section == "validation":
-            continue
-        is_layout = section in frozen and rest.startswith(ENGINE_LAYOUT)
-        if not is_layout and (section in frozen or any(re.fullmatch(pattern, key) for pattern in OF_SAMPLES)):
-            return key
-    return None
-
-
-def _place(key: str) -> int:
-    return next((place for place, pattern in enumerate(FIRST) if re.fullmatch(pattern, key)), len(FIRST))
-
-
-def _follows(key: str, found: Changes) -> bool:
-    """Return whether a change is derived from another change."""
-    if key.endswith(CONTENT):  # the path also changed, or a hash is missing
-        return key.removesuffix(CONTENT) in found or None in found[key]
-    follows = any(re.fullmatch(pattern, key) and set(others) & found.keys() for pattern, others in FOLLOWS.items())
-    return follows or key.removeprefix("policy_loss_fn_args.") in found.keys() - {key}
+    moved = {
+        key for key in found if key.endswith(CONTENT) and (None in found[key] or key.removesuffix(CONTENT) in found)
+    }
+    return {key: change for key, change in found.items() if key not in moved}
 
 
 def renamed(before: Settings, now: Settings) -> Settings:
@@ -260,7 +251,22 @@ def _whole_sections(found: Changes, before: Settings, now: Settings) -> Changes:
 
 
 def _has(settings: Settings, section: str) -> bool:
-    return any(key.startswith(f"{section}.") and value is not None for key, value in settings.items())
+    return any(key.startswith(f"{section}.") for key in settings)
+
+
+def _model_files(directory: Path) -> list[Path]:
+    """Return the files of a model, except broken links."""
+    return sorted(file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file())
+
+
+def _hash(files: list[Path]) -> str:
+    """Return a short hash of the names and contents of files. It does not depend on their directory."""
+    digest = hashlib.sha256()
+    for file in files:
+        small = file.stat().st_size <= WHOLE_BYTES
+        content = hashlib.sha256(file.read_bytes()).hexdigest() if small else fingerprint(file)
+        digest.update(f"{file.name} {content}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:

@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,9 @@ def preflight(plan: RunPlan) -> Inputs:
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     if resumed and (damaged := damage(resumed.path)):
         raise CheckpointError(f"{damaged}; {instead_of(resumed.path)}")
-    settings = _history(plan, resumed)
+    settings = history.begun(plan)
+    if resumed:
+        settings = history.continued(history.parts_of(resumed.parts, resumed.step), plan, resumed.step)
     problems = (
         checkpoint_problems(plan, resumed) + history.optimizer_problems(settings, resumed.path) if resumed else []
     )
@@ -104,19 +106,6 @@ def preflight(plan: RunPlan) -> Inputs:
     if resumed:
         _restore(source, resumed)
     return Inputs(resumed, settings, tokenizer, source, held_out, began)
-
-
-def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:
-    """Return the history of the run.
-
-    If the checkpoint contains no settings, they are read from the config.yaml of the run that wrote it.
-    """
-    if resumed is None:
-        return history.begun(plan)
-    parts = history.parts_of(resumed.parts, resumed.step)
-    if parts[-1].settings is None:
-        parts = (*parts[:-1], replace(parts[-1], settings=history.read_settings(resumed.run, plan)))
-    return history.continued(parts, plan, resumed.step)
 
 
 def _restore(source: TaskSource, resumed: Checkpoint) -> None:

@@ -152,7 +152,7 @@ def test_each_part_of_a_run_has_its_own_settings() -> None:
     assert "|  | steps 1 to 30 | steps 31 to 45 | steps 46 to 60 |" in card
     assert rows[f"| `{RATE}`"] == ["1e-05", "3e-06", "1e-06 |"]
     assert rows["| `seed`"] == ["42", "3", "3 |"]
-    assert rows["| `teacher.opd_kl_coef`"] == ["1", "1", "0.5 |"]
+    assert rows["| `opd_kl_coef`"] == ["1", "1", "0.5 |"]
     assert "## Objective of steps 46 to 60" in card
     assert not any("adam_beta1" in row for row in rows)  # the same everywhere, and of no interest
     head_of(card)

@@ -13,9 +13,8 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.models.device_phases import members_of
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_info import read_model
-from roll_opd.pipelines.history import begun
+from roll_opd.pipelines.history import begun, settings_of
 from roll_opd.pipelines.model_card import model_card
-from roll_opd.pipelines.plan_settings import settings_of
 from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import run_facts
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation
