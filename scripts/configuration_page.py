@@ -144,11 +144,11 @@ def table(section: type[Section]) -> str:
     """Return a section of the page: its heading and the table of its keys."""
     rows = ["| key | type | default | meaning | origin |", "|---|---|---|---|---|"]
     for item in fields(section):
-        if item.name in section.ignored or item.name in schema.keys_of(BASES.get(section, Section)):
+        if item.name not in schema.keys_of(section) or item.name in schema.keys_of(BASES.get(section, Section)):
             continue
         annotation = schema.keys_of(section)[item.name]
         meaning, origin = item.metadata["meaning"], item.metadata["origin"]
-        meaning += "".join(f"; {kind} `{item.metadata[kind]}`" for kind in ("also", "formerly") if item.metadata[kind])
+        meaning += f"; also `{item.metadata['also']}`" if item.metadata["also"] else ""
         cells = (f"`{item.name}`", type_text(annotation), _default(item), meaning, origin)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     about = inspect.cleandoc(section.__doc__ or "").replace("\n", " ")

@@ -66,7 +66,7 @@ def test_fields_without_influence_are_no_settings() -> None:
 def test_samples_are_made_again_after_changes_of_what_they_depend_on() -> None:
     """Also if the changed key only sets the defaults of others; not after changes of the update and of layouts."""
     infer, long = "+student_infer.generating_args={temperature: 0.7}", "prompt_length=40"
-    hint, reward = "+teacher.hint=Think.", "++rewards.math_rule.args.tolerance=0.1"
+    hint, reward = "+teacher.hint=Think.", "++rewards.math_rule.weight=2"
     for kind, override, part in [
         *(("pure", words, "generating_args") for words in (infer, long, "num_return_sequences_in_group=8")),
         ("pure", "seed=3", "seed"),

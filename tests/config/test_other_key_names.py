@@ -1,4 +1,4 @@
-"""Other names of keys: accepted like the key, old names with a warning, never together with the key."""
+"""Other names of keys: accepted like the key, never together with the key."""
 
 import re
 from collections.abc import Callable
@@ -9,23 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from config_assets import set_key, write_config
 from configuration_page import sections
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import other_names
-from roll_opd.planner.build import load_plan
 
 Plan = Callable[..., RunPlan]
-FOLLOWS = {"teacher.model_args": {"dtype": "fp32"}, "allow_self_teacher": True}
 NAMES = {  # other name -> its section, a value, and what else the configuration needs
-    "samples_per_step": ("", 7, {}),
-    "startup_seconds": ("", 5.0, {}),
-    "grace_seconds": ("", 5.0, {}),
-    "host_seconds": ("", 5.0, {}),
-    "measure_teacher": ("validation", True, {}),
-    "every": ("teacher.follows_student", 3, FOLLOWS | {"teacher.follows_student": {"ema_decay": 0.25}}),
-    "decay": ("teacher.follows_student", 0.5, FOLLOWS | {"teacher.follows_student": {"update_interval": 2}}),
     "num_workers": ("rewards.math_rule", 2, {}),
 }
 CURRENT = {name: key for section in sections() for name, key in other_names(section).items()}
@@ -58,17 +48,13 @@ def test_every_other_name_of_a_key_has_a_case_here() -> None:
 @each
 def test_a_key_under_its_other_name_makes_the_same_plan(plan: Plan, name: str, changes: dict[str, Any]) -> None:
     section, value, _ = NAMES[name]
-    key, is_former = CURRENT[name]
+    key = CURRENT[name]
     plain = plan(changes)
     other = plan({path(section, name): value})
     override = plan({path(section, name): ...}, (f"{path(section, name)}={value}",))
     current = plan({path(section, key): value})
     assert compared(other) == compared(override) == compared(current) != compared(plain)
-    for run, place in ((other, "run.yaml:"), (override, "command line")):
-        warnings = set(run.warnings) - set(current.warnings)
-        assert len(warnings) == is_former
-        for text in warnings:
-            assert text.startswith(f"{path(section, name)}: is the former name of {key}; rename it ({place}")
+    assert set(other.warnings) == set(override.warnings) == set(current.warnings)
 
 
 @each
@@ -76,10 +62,9 @@ def test_a_key_under_two_names_is_refused_with_both_places(
     problems: Callable[..., list[str]], name: str, changes: dict[str, Any]
 ) -> None:
     section, value, _ = NAMES[name]
-    key, is_former = CURRENT[name]
+    key = CURRENT[name]
     (problem,) = problems(changes | {path(section, key): value, path(section, name): value}, ())
-    kind = "the former" if is_former else "another"
-    assert problem.startswith(f"{path(section, name)}: is {kind} name of {key}, and {key} is set as well (run.yaml:")
+    assert problem.startswith(f"{path(section, name)}: is another name of {key}, and {key} is set as well (run.yaml:")
     assert re.search(r"; remove one of the two keys \(run.yaml:\d+\)$", problem)
 
 
@@ -88,7 +73,7 @@ def test_an_override_replaces_the_value_of_the_file_under_either_name(
     plan: Plan, name: str, changes: dict[str, Any]
 ) -> None:
     section, value, _ = NAMES[name]
-    key, _ = CURRENT[name]
+    key = CURRENT[name]
     other = not value if isinstance(value, bool) else value / 2 if isinstance(value, float) else value + 1
     expected = plan(changes | {path(section, key): value})
     former = plan({path(section, key): other}, (f"{path(section, name)}={value}",))
@@ -109,16 +94,5 @@ def test_a_wrong_value_under_another_name_is_reported_at_its_line(
     (problem,) = problems(changes | {path(section, name): "many"})
     lines = (root / "config" / "run.yaml").read_text(encoding="utf-8").splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.strip() == f"{name}: many")
-    assert problem.startswith(f"{path(section, CURRENT[name][0])}: should be a valid ")
+    assert problem.startswith(f"{path(section, CURRENT[name])}: should be a valid ")
     assert problem.endswith(f"(run.yaml:{line})")
-
-
-def test_a_former_name_in_a_composed_file_is_reported_with_that_file(root: Path, values: dict[str, Any]) -> None:
-    parts = root / "config" / "parts"
-    parts.mkdir(parents=True)
-    (parts / "limits.yaml").write_text("# @package _global_\ngrace_seconds: 5\n", encoding="utf-8")
-    set_key(values, "defaults", [{"parts": "limits"}, "_self_"])
-    run = load_plan(write_config(root, values), "run", ())
-    assert run.shutdown_timeout_s == 5
-    assert "grace_seconds: is the former name of shutdown_timeout_s; rename it (parts/limits.yaml:2)" in run.warnings
-    assert yaml.safe_load(run.config_yaml)["grace_seconds"] == 5  # as written

@@ -26,7 +26,7 @@ class RolloutKeys(Section):
 
     rollout_batch_size: Many = key(128, "number of prompts in a step")
     logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
-        4, "number of samples per step that are written to samples.jsonl", OURS, formerly="samples_per_step"
+        4, "number of samples per step that are written to samples.jsonl", OURS
     )
     async_generation_ratio: Versions = key(
         0,
@@ -96,7 +96,6 @@ class Validation(Section):
         False,
         "let the teacher answer the held-out prompts once, and score its answers for comparison",
         OURS,
-        formerly="measure_teacher",
     )
 
 

@@ -60,9 +60,7 @@ class RunKeys(Section):
         None,
         "release a role's device memory while another role uses the devices; default: true on GPUs",
     )
-    startup_timeout_s: AboveZero = key(
-        1800.0, "time limit for starting each part of a run, s", OURS, formerly="startup_seconds"
-    )
+    startup_timeout_s: AboveZero = key(1800.0, "time limit for starting each part of a run, s", OURS)
     server_timeout_s: NotNegative = key(
         5.0,
         "how long a run waits at its start for a server that accepts no connections (of a teacher, judge, remote"
@@ -73,9 +71,8 @@ class RunKeys(Section):
         120.0,
         "time limit after SIGTERM for finishing the step and writing a checkpoint, s",
         OURS,
-        formerly="grace_seconds",
     )
-    host_timeout_s: AboveZero = key(600.0, "how long hosts wait for a missing host, s", OURS, formerly="host_seconds")
+    host_timeout_s: AboveZero = key(600.0, "how long hosts wait for a missing host, s", OURS)
     stall_timeout_s: AboveZero | None = key(
         None,
         "time without progress after which a run ends, s; the error lists what the run was waiting for."

@@ -21,16 +21,15 @@ S = TypeVar("S", bound="Section")
 OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 
 
-def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", formerly: str = "") -> T:
+def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "") -> T:
     """Declare a key.
 
     Args:
         default: default value.
         meaning, origin: texts for the documentation.
         also: a second name of the key.
-        formerly: a former name of the key. It is accepted with a warning.
     """
-    metadata = {"meaning": meaning, "origin": origin, "also": also, "formerly": formerly}
+    metadata = {"meaning": meaning, "origin": origin, "also": also}
     if isinstance(default, dict | Section):  # each section gets a copy, as a section stores its path
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -87,31 +86,24 @@ class Section:
 
 
 def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return `data` with the current name of each key.
-
-    A former name is reported as a warning. If a key is set under two names, this is reported as a problem.
-    """
+    """Return `data` with the current name of each key. If a key is set under two names, this is a problem."""
     names = other_names(section)
     if names.keys().isdisjoint(data):
         return data
     found: dict[str, Any] = {}
     for name, value in data.items():
-        current, is_former = names.get(name, (name, False))
-        others = {other for other in data if other != name and names.get(other, (other, False))[0] == current}
+        current = names.get(name, name)
+        others = {other for other in data if other != name and names.get(other, other) == current}
         if not diag.is_override(name) and any(map(diag.is_override, others)):
             diag.replaced.add(diag.at(name))  # an override wins under either name
             continue
         if current != name and current in data and diag.is_override(name) == diag.is_override(current):
-            kind, place = "the former" if is_former else "another", diag.where(current)
-            diag.error(
-                name, f"is {kind} name of {current}, and {current} is set as well{place}; remove one of the two keys"
-            )
+            both = f"is another name of {current}, and {current} is set as well{diag.where(current)}"
+            diag.error(name, f"{both}; remove one of the two keys")
             continue
         found[current] = value
         if current != name:
             diag.rename(current, name)
-        if is_former:
-            diag.warn(name, f"is the former name of {current}; rename it")
     return found
 
 
@@ -183,24 +175,18 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
     return _KEYS[section]
 
 
-def other_names(section: type[Section]) -> dict[str, tuple[str, bool]]:
-    """Return the other names of a section's keys, as a map: other name -> (key, is_former).
-
-    `is_former` is true for a former name of the key, and false for a second name.
-    """
+def other_names(section: type[Section]) -> dict[str, str]:
+    """Return the second names of a section's keys, as a map: second name -> key."""
     if section not in _NAMES:
-        keys = [item for item in fields(section) if item.name in keys_of(section)]
+        known = keys_of(section)
         _NAMES[section] = {
-            name: (item.name, kind == "formerly")
-            for item in keys
-            for kind in ("also", "formerly")
-            if (name := item.metadata.get(kind))
+            also: item.name for item in fields(section) if item.name in known and (also := item.metadata.get("also"))
         }
     return _NAMES[section]
 
 
 _KEYS: dict[type[Section], dict[str, Any]] = {}
-_NAMES: dict[type[Section], dict[str, tuple[str, bool]]] = {}
+_NAMES: dict[type[Section], dict[str, str]] = {}
 
 
 def shared(keys: type[Section], section: Section) -> dict[str, Any]:

@@ -327,15 +327,12 @@ class ContextKeys(Section):
 class FollowKeys(Section):
     """`follows_student`: a teacher that starts with the student's weights and is updated from them during training."""
 
-    update_interval: Positive = key(
-        1, "number of steps from one update of the teacher's weights to the next", OURS, formerly="every"
-    )
+    update_interval: Positive = key(1, "number of steps from one update of the teacher's weights to the next", OURS)
     ema_decay: Annotated[NotNegative, Field(lt=1)] = key(
         0.0,
         "decay of the exponential moving average of the student's weights; 0: the teacher's weights are a copy"
         " of the student's",
         OURS,
-        formerly="decay",
     )
 
 
