@@ -1,7 +1,7 @@
 """Interface of rewards.
 
 A reward is a sync or async function. It maps each `RewardSample` of a batch to a `Score` or a `Failure`. Rewards get
-the text of a sample and the other keys of its row. The field `experience` has tokens and log-probs. `flag`, `choice`
+the text of a sample and the other keys of its row. The field `tokenized` has tokens and log-probs. `flag`, `choice`
 and `number` validate the configured arguments of a reward.
 """
 
@@ -32,7 +32,7 @@ class RewardSample:
     ground_truth: str | None
     tag: str
     extra: FrozenDict = field(default_factory=FrozenDict)  # the row's other keys, such as test_cases
-    experience: Sample | None = None
+    tokenized: Sample | None = None  # with tokens, log-probs and mask
     read_prompt: Callable[[], str] = str  # returns the text of `prompt`, lazily because few rewards read it
 
     @property

@@ -31,50 +31,50 @@ class Critic(Learner):
 
     plan: CriticPlan
 
-    async def compute_values(self, experiences: Sequence[Sample]) -> list[Sample]:
+    async def compute_values(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with the column `values`; raise RunError if a value is not finite."""
-        values = await gathered(self.group, "values", [shard_sample(e) for e in experiences])
+        values = await gathered(self.group, "values", [shard_sample(sample) for sample in samples])
         wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
         if wrong:
             raise RunError(
                 f"{self.plan.name}: {wrong} values are not finite; check its model, or lower its learning_rate"
             )
-        return with_columns(experiences, values=values)
+        return with_columns(samples, values=values)
 
-    async def learn(self, experiences: Sequence[Sample]) -> dict[str, float]:
+    async def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Make all updates of one step; return the metrics `critic/*`.
 
         The samples must have the columns `values` and `returns`.
         """
         updates = []
         size = self.plan.mini_batch_sequences
-        self.updates.begin(self.plan.critic_epochs * -(-len(experiences) // size))
+        self.updates.begin(self.plan.critic_epochs * -(-len(samples) // size))
         for _ in range(self.plan.critic_epochs):
-            for start in range(0, len(experiences), size):
-                batch = experiences[start : start + size]
+            for start in range(0, len(samples), size):
+                batch = samples[start : start + size]
                 shards = self._shards(batch)
                 update, _ = self._counted(shards, await self.group.scatter("update", shards))
                 updates.append(update)
                 self._check_applied(updates[-1], batch)
-        return _update_metrics(updates) | value_metrics(experiences)
+        return _update_metrics(updates) | value_metrics(samples)
 
-    def _shards(self, experiences: Sequence[Sample]) -> ShardedBatch:
+    def _shards(self, samples: Sequence[Sample]) -> ShardedBatch:
         """Split a mini-batch into shards for the data-parallel ranks.
 
         A shard has the columns that the loss reads.
         """
-        samples = value_columns(experiences)
-        return shard_batch(samples, self._assigned(samples))
+        read = value_columns(samples)
+        return shard_batch(read, self._assigned(read))
 
 
-def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
+def value_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics of values and returns.
 
     `critic/values` and `critic/returns` are statistics over action tokens. `critic/explained_variance` is 1 - Var(R -
     V) / Var(R). It is 1 for a perfect critic, 0 for a critic that predicts a constant, and negative for a worse critic.
     It is missing if all returns are equal.
     """
-    counted = [experience for experience in experiences if experience.is_learned_from]
+    counted = [sample for sample in samples if sample.is_learned_from]
     values = _of_actions(counted, [present(e.values) for e in counted])
     returns = _of_actions(counted, [present(e.returns) for e in counted])
     kinds = ("mean", "max", "min")
@@ -84,13 +84,13 @@ def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
-def _of_actions(experiences: Sequence[Sample], arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _of_actions(samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Return the elements of the arrays at action tokens, concatenated to f64 [K].
 
     Args:
         arrays: one array [T-P] for each sample.
     """
-    kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
+    kept = [array[sample.action_mask] for sample, array in zip(samples, arrays, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
 
 

@@ -47,10 +47,10 @@ class RewardResult:
     reason: str = ""
     excluded: bool = False  # the reward failed, and the sample is left out of training
 
-    def added_to(self, experience: Sample) -> Sample:
+    def added_to(self, sample: Sample) -> Sample:
         """Return the sample with its reward."""
         return changed(
-            experience,
+            sample,
             reward=self.reward,
             domain=self.domain,
             reward_parts=dict(self.parts),
@@ -110,13 +110,13 @@ class RewardPool:
         """Start the workers and wait until they are ready."""
         await self._pool.start()
 
-    def submit(self, experience: Sample) -> "asyncio.Future[RewardResult]":
+    def submit(self, sample: Sample) -> "asyncio.Future[RewardResult]":
         """Return a future of a sample's reward.
 
         The future raises RunError if scoring fails and `on_error` is `stop`. Cancel the future if the reward is not
         needed.
         """
-        return self._pool.submit(experience)
+        return self._pool.submit(sample)
 
     def drain_metrics(self) -> dict[str, float]:
         """Return `scoring_metrics` of all samples scored since the last call, in training and in validation.
@@ -153,7 +153,7 @@ class RewardPool:
         patience = max(ALIVE_SECONDS, *(term.timeout or 0.0 for term in self.plan.terms))
         return RayWorker(self._key, self._spawn(), (self.plan, self._model_path, engines), patience)
 
-    def _result(self, experience: Sample, scored: Scored | WorkerLost, seconds: float) -> RewardResult:
+    def _result(self, sample: Sample, scored: Scored | WorkerLost, seconds: float) -> RewardResult:
         """Return the sample's reward, and count the score or the failure.
 
         Raises RunError if the failure ends the run.
@@ -169,7 +169,7 @@ class RewardPool:
             return RewardResult(domain, scored.value, scored.parts, scored.reason)
         self._errors[scored.kind] += 1
         self._failed += 1
-        self._failures.add_failure(scored.kind, f"{self._key}: sample {experience.id}: {scored.message}")
+        self._failures.add_failure(scored.kind, f"{self._key}: sample {sample.id}: {scored.message}")
         reward = 0.0 if on_error == "zero" else None
         return RewardResult(domain, reward, reason=scored.kind, excluded=on_error in LEFT_OUT)
 
@@ -227,12 +227,12 @@ class RewardWorker:
     async def alive(self) -> None:
         """Return immediately, as a health check."""
 
-    async def run(self, experiences: Sequence[Sample]) -> AsyncIterator[Compact]:
+    async def run(self, samples: Sequence[Sample]) -> AsyncIterator[Compact]:
         """Score samples; yield the scores as `Answers`.
 
         Each `Answers` contains the scores that arrived in a short interval.
         """
-        async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
+        async with aclosing(coalesced(self._calls(self._samples(samples)))) as answers:
             async for burst in answers:
                 scores = [scored for call in burst for scored in call]
                 yield Compact(Answers(scores, hung=any(caller.hung for caller in self._callers.values())))
@@ -270,23 +270,23 @@ class RewardWorker:
             scores = [[weighted(each, self._weights) for each in by_sample]]
         return list(enumerate(scores[0], first))
 
-    def _samples(self, experiences: Sequence[Sample]) -> list[RewardSample]:
+    def _samples(self, samples: Sequence[Sample]) -> list[RewardSample]:
         @cache  # samples of a group share their prompt
         def read_prompt(tokens: bytes) -> str:
             return self._tokenizer.decode(np.frombuffer(tokens, np.int64), skip_special_tokens=True)
 
-        texts = self._tokenizer.batch_decode([e.response_tokens for e in experiences], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode([sample.response_tokens for sample in samples], skip_special_tokens=True)
         return [
             RewardSample(
-                e.id,
+                sample.id,
                 text,
-                e.ground_truth,
-                e.tag,
-                e.extra,
-                e,
-                partial(read_prompt, e.prompt_tokens.astype(np.int64).tobytes()),
+                sample.ground_truth,
+                sample.tag,
+                sample.extra,
+                sample,
+                partial(read_prompt, sample.prompt_tokens.astype(np.int64).tobytes()),
             )
-            for e, text in zip(experiences, texts, strict=True)
+            for sample, text in zip(samples, texts, strict=True)
         ]
 
 

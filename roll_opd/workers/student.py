@@ -32,14 +32,14 @@ from roll_opd.workers.trained_model import Learner, TrainableRank, Update, optim
 class Student(Learner):
     """The model that is trained."""
 
-    async def compute_logprobs(self, experiences: Sequence[Sample], temperature: float = 1.0) -> list[np.ndarray]:
+    async def compute_logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[np.ndarray]:
         """Return the log-probs of each response under the current weights, as arrays f32 [T-P]."""
-        return await gathered(self.group, "compute_logprobs", _routed(experiences), temperature)
+        return await gathered(self.group, "compute_logprobs", _routed(samples), temperature)
 
-    async def compute_old_logprobs(self, experiences: Sequence[Sample], temperature: float) -> list[Sample]:
+    async def compute_old_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
         """Return the samples with `old_logprobs` set to log-probs from the training engine."""
-        values = await self.compute_logprobs(experiences, temperature)
-        return with_columns(experiences, old_logprobs=values)
+        values = await self.compute_logprobs(samples, temperature)
+        return with_columns(samples, old_logprobs=values)
 
     async def moments(self, samples: Sequence[Sample], temperature: float, plan: EngineCheckPlan) -> list[np.ndarray]:
         """Return the moments of the sampling distribution at each response token, f32 [T-P, X] for each sample.
@@ -50,12 +50,11 @@ class Student(Learner):
         return [values["moments"] for values in found]
 
     async def topk_ids(
-        self, experiences: Sequence[Sample], temperature: float, objective: ObjectivePlan
+        self, samples: Sequence[Sample], temperature: float, objective: ObjectivePlan
     ) -> list[TargetRef]:
         """Return references to the student's top-k tokens at each response token."""
         wanted: dict[str, Any] = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
-        samples = _routed(experiences)
-        held = await gathered_and_held(self.group, samples, temperature, kept=("topk_ids",), **wanted)
+        held = await gathered_and_held(self.group, _routed(samples), temperature, kept=("topk_ids",), **wanted)
         return [ids for _, ids in held]
 
     async def load_teacher_head(self, teacher: str, head: list[Reference], logit_cap: float | None) -> None:
@@ -67,7 +66,7 @@ class Student(Learner):
 
     async def learn(
         self,
-        experiences: Sequence[Sample],
+        samples: Sequence[Sample],
         teachers: Sequence[TeacherPlan],
         objective: ObjectivePlan,
         temperature: float,
@@ -79,7 +78,7 @@ class Student(Learner):
         and the metrics `actor/*` and `rollout/engine/*`. If a sample had no `old_logprobs`, they are the log-probs that
         were computed during the update.
         """
-        learned = list(experiences)
+        learned = list(samples)
         updates: list[Update] = []
         size = self.plan.mini_batch_sequences
         self.updates.begin(objective.ppo_epochs * -(-len(learned) // size))
@@ -133,18 +132,18 @@ class Student(Learner):
         await self.group.call("discard_gradient")
 
     def _shards(
-        self, experiences: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+        self, samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
     ) -> ShardedBatch:
         """Split a mini-batch into one shard for each data-parallel rank.
 
         The samples of a shard have the columns that the loss reads.
         """
-        samples = loss_columns(experiences, teachers, objective)
+        read = loss_columns(samples, teachers, objective)
         has_targets = objective.opd_objective != "sampled"
         return shard_batch(
-            samples,
-            self._assigned(samples, group_size=2 if objective.paired else 1),
-            [_held(e) for e in experiences] if has_targets else (),
+            read,
+            self._assigned(read, group_size=2 if objective.paired else 1),
+            [_held(sample) for sample in samples] if has_targets else (),
         )
 
 

@@ -77,10 +77,10 @@ def _zeros(length: int, like: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.zeros((), like.dtype), (length, *like.shape[1:]))
 
 
-def release(experiences: Iterable[Sample]) -> None:
+def release(samples: Iterable[Sample]) -> None:
     """Release the arrays of the samples' targets."""
-    for experience in experiences:
-        for held in experience.teacher_targets.values():
+    for sample in samples:
+        for held in sample.teacher_targets.values():
             held.released()
 
 

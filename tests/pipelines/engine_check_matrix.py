@@ -212,7 +212,8 @@ def run(stage: Engines, name: str, mode: str, seed: int, options: Sequence[str],
         distill.rollouts_of = original
         stage.alter("")
     text = " ".join((made.path / "console.log").read_text().split())
-    refused = re.search(r"does not sample from the student, by (the first samples|the samples of step (\d+))", text)
+    by = r"first samples|samples of step \d+|log-probs after the update to version \d+"
+    refused = re.search(rf"does not sample from the student, by the ({by})", text)
     rows = [row for row in read_jsonl(made.path / "metrics.jsonl") if row["step"]]
     stored = made.path / "preflight.json"
     tables = json.loads(stored.read_text()) if stored.is_file() else {}
@@ -224,7 +225,7 @@ def run(stage: Engines, name: str, mode: str, seed: int, options: Sequence[str],
         "seed": seed,
         "exit": made.code,
         "steps": len(rows),
-        "refused": refused and (f"step {refused[2]}" if refused[2] else "preflight"),
+        "refused": refused and refused[1],
         "preflight": {row["check"]: [row["value"], row["verdict"]] for table in tables.values() for row in table},
         "z": [round(row["rollout/engine/z"], 2) for row in rows if "rollout/engine/z" in row],
         "bias": [float(f"{row['rollout/engine/bias']:.2g}") for row in rows if "rollout/engine/bias" in row],

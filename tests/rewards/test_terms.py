@@ -26,7 +26,7 @@ def of_length(tokens: int, response: str = r"\boxed{B}", truth: str | None = "B"
         finish_reason="stop",
         columns=as_columns(action_mask=mask),
     )
-    return RewardSample("r", response, truth, "t", experience=experience)
+    return RewardSample("r", response, truth, "t", tokenized=experience)
 
 
 @pytest.mark.parametrize(

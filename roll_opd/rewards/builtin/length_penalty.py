@@ -54,7 +54,7 @@ class LengthPenalty:
 
 def response_tokens(sample: RewardSample) -> int | None:
     """Return the number of sampled tokens; None if only the text is known."""
-    return None if sample.experience is None else sample.experience.action_tokens
+    return None if sample.tokenized is None else sample.tokenized.action_tokens
 
 
 def overlong(tokens: int, max_tokens: float, cache_tokens: float) -> float:
