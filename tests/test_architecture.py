@@ -32,7 +32,6 @@ FLOORS = {
     "roll_opd.workers.group": (5, "workers"),  # calls of actors, without their classes
     "roll_opd.workflows": (5, "workflows"),
     "roll_opd.megatron": (5, "megatron"),
-    "roll_opd.report": (5, "report"),
     "roll_opd.cluster": (4, "cluster"),
     "roll_opd.tracking": (4, "tracking"),
     "roll_opd.inference": (3, "inference"),
@@ -53,7 +52,6 @@ STRANGERS = {
     "samples": ENGINES_AND_RAY,
     "data": ENGINES_AND_RAY,
     "tracking": ENGINES_AND_RAY,
-    "report": ENGINES_AND_RAY | {"torch", "transformers"},
     "compat": ENGINES_AND_RAY,
     "planner": {"ray", "megatron"},
     "objective": ENGINES_AND_RAY,

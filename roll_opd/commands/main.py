@@ -1,4 +1,4 @@
-"""The `roll-opd` command: a table of subcommands.
+"""The `roll-opd` command: its subcommands, and those of other packages.
 
 `roll-opd doctor` must run even if no package is installed. Therefore this module imports only the standard library, and
 a subcommand is imported when it runs.
@@ -10,14 +10,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 
 from roll_opd import __version__
 from roll_opd.base.addresses import exempt_loopback
 from roll_opd.base.command_line import (
-    DONE,
     FAILED,
     INTERRUPTED,
     SIZES,
@@ -29,7 +28,8 @@ from roll_opd.base.command_line import (
     use_utf8,
     without_collections,
 )
-from roll_opd.base.failures import os_sentence, print_unexpected
+from roll_opd.base.entry_points import entries, load
+from roll_opd.base.failures import ConfigError, os_sentence, print_unexpected
 from roll_opd.base.installed import refuse_shadowing_files
 from roll_opd.base.interpreter import REMEDY, lacking
 from roll_opd.base.paths import report_temp_directory
@@ -43,6 +43,7 @@ class Command:
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    needs_engines: bool = True  # files in the current directory may then not shadow the engines' packages
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,6 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from roll_opd.base.failures import ConfigError
     from roll_opd.base.terminal import columns, echo
     from roll_opd.pipelines.user_code import uses_user_code
     from roll_opd.planner.build import load_plan
@@ -151,31 +151,6 @@ def _check_model(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, finished or not, or of its experiment")
-    parser.add_argument("--output", metavar="FILE", help="output file (default: RUN_DIR/report.html)")
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from roll_opd.base.full_disk import full_disk
-    from roll_opd.report.page import write_report
-    from roll_opd.report.run_files import NoRun
-
-    try:
-        written = write_report(Path(arguments.run), Path(arguments.output) if arguments.output else None)
-    except NoRun as error:
-        print(f"roll-opd: {error}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as error:
-        why = full_disk(error, Path(arguments.output).parent if arguments.output else Path(arguments.run)) or error
-        print(f"roll-opd: cannot write the report: {why}; name another file with --output", file=sys.stderr)
-        return USER_ERROR
-    print(f"{written} ({written.stat().st_size / 1e6:.1f} MB): open it in a browser")
-    return DONE
-
-
 def _audit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, finished or not")
     parser.add_argument("--data", action="store_true", help="also compare the ids of the prompts with the data files")
@@ -199,36 +174,68 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("resolve, check and show a configuration without starting a run", _plan_arguments, _plan),
     "run": Command("train: plan and check a configuration, and run it to its end", add_config_arguments, _run),
     "demo": Command(
-        "write the demo into a directory: configurations, data, two small models", demo.add_arguments, demo.run
+        "write the demo into a directory: configurations, data, two small models",
+        demo.add_arguments,
+        demo.run,
+        needs_engines=False,
     ),
     "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
     "serve": Command("serve a teacher's log-probs over HTTP with vLLM", serve_teacher.add_arguments, serve_teacher.run),
     "check-model": Command(
         "compare a local model's log-probs and export with Hugging Face and vLLM", _check_model_arguments, _check_model
     ),
-    "report": Command("write the report of a run as one HTML file", _report_arguments, _report),
-    "audit": Command("compare the files of a run with each other", _audit_arguments, _audit),
-    "doctor": Command("report installed packages, devices and problems of this machine", lambda parser: None, _doctor),
+    "audit": Command("compare the files of a run with each other", _audit_arguments, _audit, needs_engines=False),
+    "doctor": Command(
+        "report installed packages, devices and problems of this machine",
+        lambda parser: None,
+        _doctor,
+        needs_engines=False,
+    ),
 }
 
 
-WITHOUT_ENGINES = ("demo", "report", "audit", "doctor")
+def commands() -> dict[str, Command]:
+    """Return all commands by name: the core's, and those of the entry points in the group `roll_opd.commands`.
+
+    A command that cannot be imported only reports this, so that a broken package does not stop the others.
+    """
+    found = dict(COMMANDS)
+    for name, entry in entries("commands").items():
+        if name in COMMANDS:
+            raise ConfigError([f"entry point {entry.group}: {name} = {entry.value}: roll-opd has a command {name}"])
+        try:
+            found[name] = load(entry)
+        except ImportError as error:
+            found[name] = _broken(str(error))
+    return found
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `roll-opd`. It has a subparser for each row of `COMMANDS`."""
+def _broken(why: str) -> Command:
+    def run(arguments: argparse.Namespace) -> int:
+        print(f"roll-opd: {why}", file=sys.stderr)
+        return USER_ERROR
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.prefix_chars = "\0"  # its options are not known, so they are read as further words
+        parser.add_argument("words", nargs="*")
+
+    return Command("cannot be imported", add_arguments, run, needs_engines=False)
+
+
+def build_parser(known: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """Return the parser of `roll-opd`. It has a subparser for each command."""
     parser = argparse.ArgumentParser(prog="roll-opd", description="On-policy distillation of language models.")
     parser.add_argument("--version", action="version", version=f"roll-opd {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, command in COMMANDS.items():
+    for name, command in known.items():
         subparser = subparsers.add_parser(name, help=command.help, description=command.help)
         command.add_arguments(subparser)
     return parser
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, known: Mapping[str, Command] = COMMANDS) -> argparse.Namespace:
     """Parse the command line. Overrides may come before, between or after the options."""
-    parser = build_parser()
+    parser = build_parser(known)
     parsed, rest = parser.parse_known_args(arguments)
     is_override = all(not text.startswith("-") for text in rest)
     if rest and not (is_override and "overrides" in parsed):
@@ -244,13 +251,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         use_utf8()
     safe_output()
     exempt_loopback()
-    parsed = parse(arguments)
-    if parsed.command not in WITHOUT_ENGINES:
+    try:
+        known = commands()
+    except ConfigError as error:
+        print(f"roll-opd: {error}", file=sys.stderr)
+        return USER_ERROR
+    parsed = parse(arguments, known)
+    command = known[parsed.command]
+    if command.needs_engines:
         refuse_shadowing_files()
         report_temp_directory()
     try:
         with without_collections():
-            return COMMANDS[parsed.command].run(parsed)
+            return command.run(parsed)
     except KeyboardInterrupt:
         print("roll-opd: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.base.full_disk import full_disk
+from roll_opd.base.entry_points import entries
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import TaskSource
@@ -21,6 +21,7 @@ from roll_opd.pipelines.history import History
 from roll_opd.pipelines.model_card import example_prompt, model_card
 from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import note_end
+from roll_opd.pipelines.run_hooks import RunHooks
 from roll_opd.pipelines.sample_record import (
     as_f32,
     logprobs_of,
@@ -30,8 +31,6 @@ from roll_opd.pipelines.sample_record import (
     text_of,
     topk_hits,
 )
-from roll_opd.report.games import before_and_after
-from roll_opd.report.page import write_report
 from roll_opd.rollout.runs import Batch
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check, table
@@ -102,7 +101,7 @@ class RunLogger:
         self._plan, self._run, self._trackers, self.tokenizer = plan, run, trackers, tokenizer
         self._other_tokenizers = {t.name: load_tokenizer(t.tokenizer) for t in plan.teachers if t.tokenizer}
         self._source, self._tee, self._history = source, tee, history
-        self._ledger = Ledger(run)
+        self._ledger, self._hooks = Ledger(run), RunHooks(plan, run)
         self._flops = TrainingFlops(plan.student, plan.objective.ppo_epochs)
         self._console = Console(plan.max_steps, frozen=_word_for_scorers(plan))
         self._has_failed_prompts = False
@@ -111,6 +110,8 @@ class RunLogger:
         earlier = read_jsonl(self._run.metrics_file) if done else []
         for metrics in earlier:
             self._console.with_grading(metrics)
+            if metrics["step"]:
+                self._hooks.after_step(metrics)
         self._alarm = self._divergence_alarm(earlier)
         # duration of each part of the start-up, s
         self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}
@@ -221,6 +222,8 @@ class RunLogger:
         row |= self._flops.utilisation(row)
         self._startup = {}
         self._run.append_jsonl(PROMPTS, [{"step": step, **drawn}])
+        for text in self._hooks.after_step(row):
+            warn(text)
         self._trackers.log(step, row)
         if not self._done:
             self._run.link_latest()
@@ -268,7 +271,7 @@ class RunLogger:
         return model_card(self._plan, summary, step, self._history.up_to(step))
 
     def finish(self) -> None:
-        """Write `summary.json` and the report. Print the last table, and how to load the model."""
+        """Write `summary.json` and the files of the hooks. Print the last table, and how to load the model."""
         warnings = (*(" ".join(text.split()) for text in self._plan.warnings), *self._tee.warnings)
         summary = write_summary(
             self._run,
@@ -280,27 +283,21 @@ class RunLogger:
             ledger={"rows": self._ledger.rows, "checksum": self._ledger.checksum} if self._ledger.rows else None,
         )
         self._console.finish(summary)
-        if self._plan.is_agentic and (game := before_and_after(read_jsonl(self._run.path / VALIDATION_SAMPLES))):
-            print("", game, sep="\n", flush=True)
         model = self._run.checkpoint(self._done) / HF
         if model.is_dir():
             script = loading(model, example_prompt(self._plan), is_chat=has_chat_template(model))
             print("", *script, "", sep="\n", flush=True)
         self.note(f"Run directory: {self._run.path}")
-        self.report()
+        self.close()
 
-    def report(self, ended_by: BaseException | None = None) -> None:
-        """Write `report.html`. If the report cannot be written, this is only logged.
-
-        `ended_by` is the error that ended the run early.
-        """
-        try:
-            if ended_by:
-                note_end(self._run, ended_by)
-            self.note(f"Report: {self._run.path / write_report(self._run.path).name}")
-        except Exception as error:  # a failed report must not fail the run
-            why = full_disk(error, self._run.path) or f"{type(error).__name__}: {error}"
-            self.note(f"The report could not be written ({why}).")
+    def close(self, ended_by: BaseException | None = None) -> None:
+        """Record the error that ended the run early, and let the hooks of the run write their files."""
+        if ended_by:
+            note_end(self._run, ended_by)
+        for text in self._hooks.at_end(ended_by):
+            self.note(text)
+        if "report" not in entries("run_hooks"):
+            self.note("No report was written, because no installed package writes one.")
 
     def _supervised_sample(self, step: int, sample: Sample) -> dict:
         return {

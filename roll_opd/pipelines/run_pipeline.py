@@ -131,7 +131,7 @@ def _run(
         trackers.close()  # a failed or interrupted run also keeps its metrics
         gc.unfreeze()  # otherwise some libraries warn of uncollected objects at exit
         if directory.has_begun and (ended_by := sys.exception()):
-            logger.report(ended_by)
+            logger.close(ended_by)
     logger.finish()
 
 

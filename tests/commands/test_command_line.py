@@ -192,7 +192,7 @@ def test_a_demo_that_cannot_be_written(
 
 def test_the_page_names_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")
-    for name, command in main.COMMANDS.items():
+    for name, command in main.commands().items():
         assert f"(#{name})" in page or ("(#run-and-plan)" in page and f"[`{name}`]" in page)
         parser = main.argparse.ArgumentParser()
         command.add_arguments(parser)

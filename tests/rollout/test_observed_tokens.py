@@ -7,6 +7,8 @@ that are added later are also covered.
 import asyncio
 import json
 from dataclasses import asdict, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +36,6 @@ from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import kl_coefs
 from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.report.games import before_and_after
-from roll_opd.report.page import contents
-from roll_opd.report.run_files import read_run
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.samples.sharding import Packing, ShardedBatch
@@ -225,16 +224,26 @@ def recorded(
         run.append_jsonl(SAMPLES, logger._samples(step, experiences))
         logger.answers(step, "student", [replace(e, id=f"Lake/1#{n}/0") for n, e in enumerate(experiences)])
     summary = write_summary(run, seed=1)
-    found = contents(read_run(run.path))
-    del found["made"], found["facts"]
     files = {name: (path / name).read_text() for name in (METRICS, SAMPLES, VALIDATION_SAMPLES)}
     return {
         "files": files,
-        "report": found,
+        **pages(run),
         "summary": summary,
         "line": progress_line(1, 2, metrics, 1.0, width=200),
-        "game": before_and_after(read_jsonl(path / VALIDATION_SAMPLES)),
     }
+
+
+def pages(run: RunDirectory) -> dict[str, Any]:
+    """The texts that extras make from the files of a run."""
+    if find_spec("roll_opd.extras") is None:
+        return {}
+    game, page, files = (
+        import_module(f"roll_opd.extras.{name}")
+        for name in ("games.before_and_after", "report.page", "report.run_files")
+    )
+    report = page.contents(files.read_run(run.path))
+    del report["made"], report["facts"]
+    return {"report": report, "game": game.before_and_after(read_jsonl(run.path / VALIDATION_SAMPLES))}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -267,7 +276,7 @@ def test_no_number_on_record_is_of_an_observed_token(name: str, tmp_path: Path) 
     for part in plain:
         assert wild_ones[part] == plain[part], part
     checks = {row["check"]: row for row in plain["preflight"]}
-    assert len(plain["metrics"]) > 20 and plain["report"]["samples"] and plain["game"]
+    assert len(plain["metrics"]) > 20 and ("report" not in plain or (plain["report"]["samples"] and plain["game"]))
     assert not teachers or ("mean log-prob, samples" in checks and plain["report"]["agreement"])
     assert not teachers or (checks["prompts"]["verdict"], checks["prompts"]["meaning"]) == ("warning", PLAIN)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.report.games import before_and_after
+from roll_opd.extras.games.before_and_after import before_and_after
 
 
 def row(step: int, seed: int, reward: float | None, turns: list[str], by: str = "student") -> dict[str, Any]:

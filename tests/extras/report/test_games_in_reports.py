@@ -11,9 +11,9 @@ import pytest
 from report_assets import Page, write_run
 
 from roll_opd.base.failures import RunError, Terminated
+from roll_opd.extras.report.page import contents, write_report
+from roll_opd.extras.report.run_files import read_run
 from roll_opd.pipelines.run_facts import note_end
-from roll_opd.report.page import contents, write_report
-from roll_opd.report.run_files import read_run
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl, to_json
 from roll_opd.tracking.summary import write_summary
 

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_opd.report.curves import mean, spread
-from roll_opd.report.run_files import StepLines, number
-from roll_opd.report.text import limited, rounded
+from roll_opd.extras.report.curves import mean, spread
+from roll_opd.extras.report.run_files import StepLines, number
+from roll_opd.extras.report.text import limited, rounded
 
 STEPS, SAMPLES_PER_STEP = 8, 6
 PROMPTS = 8  # maximum number of held-out prompts, each with answers of several steps

@@ -5,11 +5,13 @@ A run prints this text at its end.
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from roll_opd.report.text import visible
+from roll_opd.extras.report.text import visible
+from roll_opd.pipelines.run_hooks import RunHook
+from roll_opd.tracking.run_directory import VALIDATION_SAMPLES, read_jsonl
 
 WIDTH, MAX_LINES = 35, 40  # maximum columns and lines of one game's text
 WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # Chinese, Japanese and emoji take two columns, combining accents none
@@ -17,6 +19,16 @@ MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # marks of 
 ROLES = {"system", "user", "assistant", "tool", "model"}
 NEEDED = {"step", "id", "reward", "prompt", "response", "token_ends", "action_mask"}
 ACTION_PREFIX = "> "
+
+
+class GameOfRun(RunHook):
+    """Prints a held-out game at the end of a run in environments."""
+
+    def at_end(self, ended_by: BaseException | None) -> Iterable[str]:
+        """Return the game as text."""
+        if ended_by or not self.plan.is_agentic:
+            return ()
+        return filter(None, [before_and_after(read_jsonl(self.run.path / VALIDATION_SAMPLES))])
 
 
 def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -18,12 +18,12 @@ import yaml
 from report_assets import Page, metrics_row, sample_row, write_run
 
 from roll_opd.commands.main import main
+from roll_opd.extras.report.page import contents, page, write_report
+from roll_opd.extras.report.panels import before_after, charts
+from roll_opd.extras.report.run_files import find_run, read_run
+from roll_opd.extras.report.samples import agreement, shaped
+from roll_opd.extras.report.text import script_json, visible
 from roll_opd.pipelines.sample_record import teacher_cuts_of
-from roll_opd.report.page import contents, page, write_report
-from roll_opd.report.panels import before_after, charts
-from roll_opd.report.run_files import find_run, read_run
-from roll_opd.report.samples import agreement, shaped
-from roll_opd.report.text import script_json, visible
 from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.results import duration, totals
@@ -407,10 +407,12 @@ def test_a_path_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_wheel_has_all_parts_of_the_page() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    shipped = {path for pattern in data["roll_opd.report"] for path in (root / "roll_opd/report").glob(pattern)}
-    assert shipped == set((root / "roll_opd/report/assets").iterdir())
+    shipped = {
+        path for pattern in data["roll_opd.extras.report"] for path in (root / "roll_opd/extras/report").glob(pattern)
+    }
+    assert shipped == set((root / "roll_opd/extras/report/assets").iterdir())
     assert len(shipped) == 6
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from roll_opd.extras.report.curves import averaged, downsample, ends, spread, trend
+from roll_opd.extras.report.samples import fair_limit
 from roll_opd.pipelines.sample_record import token_ends
-from roll_opd.report.curves import averaged, downsample, ends, spread, trend
-from roll_opd.report.samples import fair_limit
 from roll_opd.tracking.run_directory import to_json
 
 

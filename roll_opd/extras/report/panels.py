@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_opd.report.curves import downsample, ends, points, trend
-from roll_opd.report.run_files import RunRecord
-from roll_opd.report.text import limited, rounded
+from roll_opd.extras.report.curves import downsample, ends, points, trend
+from roll_opd.extras.report.run_files import RunRecord
+from roll_opd.extras.report.text import limited, rounded
 from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.summary import (
     ACCURACY,

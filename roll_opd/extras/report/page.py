@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import roll_opd
-from roll_opd.report import samples
-from roll_opd.report.curves import averaged
-from roll_opd.report.panels import MODES, all_metrics, before_after, charts, mode_of, with_surprise
-from roll_opd.report.run_files import RunRecord, find_run, number, read_run
-from roll_opd.report.text import limited, rounded, script_json, visible
+from roll_opd.extras.report import samples
+from roll_opd.extras.report.curves import averaged
+from roll_opd.extras.report.panels import MODES, all_metrics, before_after, charts, mode_of, with_surprise
+from roll_opd.extras.report.run_files import RunRecord, find_run, number, read_run
+from roll_opd.extras.report.text import limited, rounded, script_json, visible
 from roll_opd.tracking.clock import PHASES
 from roll_opd.tracking.results import changed_settings
 from roll_opd.tracking.run_directory import write_atomic
