@@ -144,7 +144,7 @@ def settings_of(kind: str, service: Service, place: Path) -> tuple[tuple[str, st
         section = rewards[name].replace("SECONDS", patience.removeprefix("retries of ").removesuffix(" s") or "300")
         return WITH_REWARD, ("~rewards", f"+rewards={{math_rule: {section}}}", "use_kl_loss=false")
     if name == "teacher":
-        return PURE, ("~teacher", f"+teacher={{http: {{url: '{service.url}'}}}}", "teacher_tokenizer_check=false")
+        return PURE, ("~teacher", f"+teacher={{http: {{url: '{service.url}'}}}}")
     if name == "workflow":
         (place / "plugins").mkdir(exist_ok=True)
         (place / "plugins/asks_a_service.py").write_text(WORKFLOW.replace("ADDRESS", service.url))
