@@ -47,7 +47,7 @@ SHORT = (
     "save_steps=0",
     "teacher_preflight=false",
 )
-AHEAD = ("async_generation_ratio=1", "train_infer_correction={is_weight: {enabled: true}}")
+CORRECTED = "train_infer_correction={is_weight: {enabled: true}}"  # of rewards
 WORKFLOW = """
 import asyncio
 import json
@@ -180,6 +180,11 @@ class Roles(Stage):
         return Teacher(plan, http_scorer(start), view_of(plan, self._run_plan.student.model))
 
 
+def ahead(config: tuple[str, str], s: int) -> tuple[str, ...]:
+    """Return the settings of a run whose samples may be `s` versions old."""
+    return (f"async_generation_ratio={s}", *([] if config == PURE else [CORRECTED])) if s else ()
+
+
 def trained_by(role: str) -> tuple[str, ...]:
     return (*optimizer_of(role), f"{role}.training_args.per_device_train_batch_size={PROMPTS * GROUP}")
 
@@ -194,7 +199,7 @@ def started(place: Path) -> Iterator[Roles]:
         yield Roles(plan, place, runner.get_loop())
 
 
-def run(roles: Roles, kind: str, how: str, seconds: float, ahead: bool, name: str) -> dict[str, Any]:
+def run(roles: Roles, kind: str, how: str, seconds: float, s: int, name: str) -> dict[str, Any]:
     """Make a run in which a service is away for some seconds after the first step."""
     service = Service("number_sum" if kind == "environment" else "")
     config, settings = settings_of(kind, service, roles.place)
@@ -218,7 +223,7 @@ def run(roles: Roles, kind: str, how: str, seconds: float, ahead: bool, name: st
             *SHORT,
             *trained_by(train),
             *settings,
-            *(AHEAD if ahead else ()),
+            *ahead(config, s),
             config=config,
             name=name,
             place=roles.place,
@@ -227,7 +232,7 @@ def run(roles: Roles, kind: str, how: str, seconds: float, ahead: bool, name: st
         failed.append(0.0)
         watcher.join()
         service.end()
-    return {**cell_of(kind, how, seconds, ahead), "exit": made.code, **fates(made.path), "seconds": took(began)}
+    return {**cell_of(kind, how, seconds, s), "exit": made.code, **fates(made.path), "seconds": took(began)}
 
 
 def resumed(kind: str, s: int, place: Path) -> dict[str, Any]:
@@ -237,7 +242,7 @@ def resumed(kind: str, s: int, place: Path) -> dict[str, Any]:
     config, settings = settings_of(kind, service, place)
     train, spread = ("student_train", SPREAD) if config == PURE else ("actor_train", ())
     written = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", "exp_name=resumed"]
-    written += [*SHORT, *trained_by(train), *spread, *settings, *(AHEAD if s else ()), "save_steps=1"]
+    written += [*SHORT, *trained_by(train), *spread, *settings, *ahead(config, s), "save_steps=1"]
     command = [sys.executable, "-m", "roll_opd", "run", *written, "shutdown_timeout_s=2"]
     codes = []
     try:
@@ -261,7 +266,7 @@ def resumed(kind: str, s: int, place: Path) -> dict[str, Any]:
 
 
 def cell_of(kind: str, how: str, seconds: float, s: int) -> dict[str, Any]:
-    return {"kind": kind, "how": how, "seconds away": seconds, "S": int(s)}
+    return {"kind": kind, "how": how, "seconds away": seconds, "S": s}
 
 
 def took(began: float) -> float:
@@ -278,7 +283,6 @@ def fates(path: Path) -> dict[str, Any]:
         "trained": counts["trained"],
         "failed": counts["failed"],
         "filtered": counts["filtered"],
-        "samples": int(sum(row.get("rollout/samples", 0) for row in rows)),
         "audit": problems,
         "outage": {word: round(value, 1) for word, value in total.items()},
     }
