@@ -26,6 +26,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from roll_opd.base.addresses import address_fault, proxy_of
 from roll_opd.base.excerpt import excerpt
+from roll_opd.base.services import is_passing
 from roll_opd.rewards.interface import RewardError
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ _log = logging.getLogger(__name__)
 class GaveUp(Exception):
     """A request has failed, and it is not retried any more.
 
-    Failures are counted by their `kind`. The message contains the URL and a remedy. `is_final` is True if the server
-    refused the request permanently, so that another attempt is useless.
+    Failures are counted by their `kind`. The message contains the URL and a remedy. `of_a_service` is False if the
+    server refused the request permanently, so that another attempt is useless.
     """
 
-    def __init__(self, kind: str, message: str, is_final: bool = False) -> None:
+    def __init__(self, kind: str, message: str, of_a_service: bool = True) -> None:
         super().__init__(message)
-        self.kind, self.is_final = kind, is_final
+        self.kind, self.of_a_service = kind, of_a_service
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Endpoint:
                 self._note(failed, now)
                 began = min(began, now - self._down_for(arrived, now))
                 if not failed.again or now - began >= self._retry_seconds:
-                    raise GaveUp(failed.kind, self._message(failed, attempts), not failed.again) from None
+                    raise GaveUp(failed.kind, self._message(failed, attempts), failed.again) from None
                 errors[failed.kind] += 1
                 await asyncio.sleep(min(_delay(now - began), began + self._retry_seconds - now))
             else:
@@ -267,7 +268,7 @@ class Endpoint:
             raise AttemptFailed("broken_json", str(error)) from None
         status = response.status_code
         if not response.is_success:
-            again = status in (408, 425, 429) or (status >= 500 and status != 501)
+            again = is_passing(status)
             moved = f"moved to {response.headers.get('Location')}" if response.is_redirect else ""
             raise AttemptFailed(f"http_{status}", moved or self._excerpt(response.text), again, _retry_after(response))
         try:

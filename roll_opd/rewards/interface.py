@@ -69,6 +69,8 @@ class Failure:
     message: str  # what failed, where, and what to do
     # kind -> number of failed attempts before the last attempt
     errors: Mapping[str, int] = field(default_factory=FrozenDict)
+    # whether a service failed that the reward asks, so that the reward is repeated for a while; see `base.services`
+    of_a_service: bool = False
 
 
 Scored = Score | Failure

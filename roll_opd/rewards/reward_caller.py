@@ -17,6 +17,7 @@ from typing import Any
 
 from roll_opd.base.failures import place_of
 from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.services import of_a_service
 from roll_opd.rewards.interface import (
     TIMEOUT,
     Failure,
@@ -76,7 +77,7 @@ class Caller:
         done, _ = await asyncio.wait([call], timeout=limit)
         if not done:
             self.hung += 1
-            raise TimeoutError
+            raise _OutOfTime
         answer = call.result()
         return await _awaited(answer, limit) if inspect.isawaitable(answer) else answer
 
@@ -87,10 +88,18 @@ class Caller:
                 if self._timeout is None
                 else f" after {self._timeout:g} s; raise the timeout, or make the reward faster"
             )
-            return Failure(TIMEOUT, f"reward {self._name} ran out of time{allowed}")
+            message = f"reward {self._name} ran out of time{allowed}"
+            return Failure(TIMEOUT, message, of_a_service=of_a_service(error))
         raised = error.error if isinstance(error, _Raised) else error
         kind = type(raised).__name__
-        return Failure(kind, f"reward {self._name} raised {kind}: {raised} ({place_of(raised)})")
+        message = f"reward {self._name} raised {kind}: {raised} ({place_of(raised)})"
+        return Failure(kind, message, of_a_service=of_a_service(raised))
+
+
+class _OutOfTime(TimeoutError):
+    """A call has exceeded the time limit of its reward, whatever it does."""
+
+    of_a_service = False
 
 
 class _Raised(Exception):
@@ -123,7 +132,7 @@ async def _awaited(answer: Awaitable[Scores], limit: float | None) -> Scores:
     finally:
         task.cancel()
     if not done:
-        raise TimeoutError
+        raise _OutOfTime
     if task.cancelled():
         raise _Raised(asyncio.CancelledError("cancelled its own task"))
     return task.result()

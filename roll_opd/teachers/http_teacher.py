@@ -241,7 +241,7 @@ class HttpScorer:
             except GaveUp as error:
                 limit = self.plan.retry_seconds
                 over = limit is not None and time.monotonic() - began >= limit
-                if over or replica is not None or len(self._endpoints) == 1 or error.is_final:
+                if over or replica is not None or len(self._endpoints) == 1 or not error.of_a_service:
                     raise RunError(f"teacher {self.name}: {error}") from None
             finally:
                 self._busy[number] -= 1

@@ -13,6 +13,7 @@ import numpy as np
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.installed import is_installed
+from roll_opd.base.services import is_passing
 from roll_opd.rewards.endpoint import Answer, AttemptFailed, Endpoint, RequestLimits
 
 WEIGHTS = "tinker://"  # prefix of paths of saved weights; other names are base models
@@ -103,7 +104,7 @@ def _kind(error: Exception) -> tuple[str, bool]:
 
     if isinstance(error, tinker.APIStatusError):
         status = error.status_code
-        return f"http_{status}", status in (408, 409, 425, 429) or status >= 500
+        return f"http_{status}", status == 409 or is_passing(status)
     if isinstance(error, tinker.APIConnectionError):
         return "connect", True
     if isinstance(error, tinker.RequestFailedError):

@@ -1,18 +1,24 @@
 """Distinguish failures that jobs cause from an outage of a service that jobs need.
 
 If a job of a pool fails, its failure is held back, and the last job that succeeded runs again, as a control. If the
-control succeeds, the failed job runs again, and its second answer is final. If the control fails, something that the
-jobs need is down. Then no further job is sent. The control and the oldest held job run again, after increasing pauses,
-until one of them succeeds. After `LIMIT_S` the run ends.
+control fails, something that the jobs need is down. Then no further job is sent. The control and a held job run again,
+after increasing pauses, until one of them succeeds. After `LIMIT_S` the run ends.
 
-So an outage costs time, and no job: the second failure of a job comes after a control that began after the first one.
-Before any job has succeeded, there is no control, and a failure is final.
+If the control succeeds, the failed job runs again. If it fails again, its failure is final, except when its error says
+that a service failed (`base.services`): the control may not have needed the service, because its answer was stored or
+because it took another branch. Such jobs run again after increasing pauses, and the other jobs go on. After `DOUBT_S`
+without a success, the jobs are the cause, and later failures of this kind are final, unless `MANY` jobs have failed,
+and more than have succeeded: then it is an outage.
+
+So an outage costs time, and no job. Before any job has succeeded, there is no control, and a failure is final.
 """
 
 import asyncio
+import itertools
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from roll_opd.base.failures import RunError
@@ -21,6 +27,18 @@ from roll_opd.cluster.waits import WAITS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # pauses between two attempts; they double
 LIMIT_S = 600.0  # an outage of this length ends the run
+DOUBT_S = 90.0  # time for failures of a service that only some jobs notice
+MANY = 32  # failed jobs that can hardly have one cause in each of them
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a job failed."""
+
+    kind: str  # counted by name
+    message: str
+    of_a_service: bool = False  # whether its error says that a service failed
+    is_final: bool = False  # whether the job does not run again
 
 
 class HeldJob(Protocol):
@@ -46,7 +64,7 @@ class Outage(Generic[Job]):
         self,
         name: str,
         attempt: Callable[[Any], Coroutine[Any, Any, Any]],
-        problem: Callable[[Any], str | None],
+        problem: Callable[[Any], Problem | None],
         settle: Callable[[Job, Any], None],
         end: Callable[[RunError], None],
     ) -> None:
@@ -55,7 +73,7 @@ class Outage(Generic[Job]):
         Args:
             name: name of the pool in messages.
             attempt: runs an item and returns its answer.
-            problem: returns the text of the failure that an answer states, or None for a success.
+            problem: returns the failure that an answer states, or None for a success.
             settle: gives a job its answer.
             end: lets all jobs that are not held fail with an error.
         """
@@ -65,7 +83,13 @@ class Outage(Generic[Job]):
         self.is_on = False
         self._held: list[Job] = []
         self._is_testing = False
-        self._seconds = 0.0
+        self._seconds, self._successes = 0.0, 0
+        self._of_jobs: set[str] = set()  # kinds of a service's failures that jobs cause
+
+    def note_success(self, item: Any) -> None:
+        """Record the item of a job that succeeded at its first run."""
+        self.control = item
+        self._successes += 1
 
     def hold(self, failed: Job) -> bool:
         """Hold a failed job back, and return whether `test` must be started."""
@@ -83,14 +107,24 @@ class Outage(Generic[Job]):
         try:
             while jobs := self._needed():
                 (answer,) = await self._answers([self.control])
-                if (problem := self._problem(answer)) is not None:
-                    await self._wait(problem)
+                if problem := self._problem(answer):
+                    await self._wait(problem, [self.control])
                     continue
-                for job, answer in zip(jobs, await self._answers([job.item for job in jobs]), strict=True):
-                    self._held.remove(job)
-                    self._settle(job, answer)
+                answers = await self._answers([job.item for job in jobs])
+                problems = [self._settled(job, answer) for job, answer in zip(jobs, answers, strict=True)]
+                if doubtful := next(filter(None, problems), None):
+                    await self._wait(doubtful, [])
         finally:
             self._is_testing = False
+
+    def _settled(self, job: Job, answer: Any) -> Problem | None:
+        """Settle a held job with its last answer; return its failure instead if it is one of a service."""
+        problem = self._problem(answer)
+        if problem and problem.of_a_service and problem.kind not in self._of_jobs:
+            return problem
+        self._held.remove(job)
+        self._settle(job, answer)
+        return None
 
     def _needed(self) -> list[Job]:
         self._held = [job for job in self._held if not job.result.done()]
@@ -99,36 +133,54 @@ class Outage(Generic[Job]):
     async def _answers(self, items: Sequence[Any]) -> list[Any]:
         return await asyncio.gather(*map(self._attempt, items))
 
-    async def _wait(self, problem: str) -> None:
-        """Wait for the end of an outage. If it exceeds `LIMIT_S`, all jobs fail."""
-        self.is_on, began, pause = True, time.monotonic(), FIRST_PAUSE_S
-        warn(
-            f"{self._name}: a job that had succeeded fails now, so something that it needs is down ({problem})\nThe run"
-            f" waits up to {LIMIT_S:g} s for it and draws no prompts meanwhile. Then the failed jobs run again"
-        )
+    async def _wait(self, problem: Problem, controls: Sequence[Any]) -> None:
+        """Run held jobs again, and the controls, until one of them succeeds.
+
+        Args:
+            controls: items that had succeeded and have failed. If there are none, it may be no outage.
+        """
+        began, pause, successes = time.monotonic(), FIRST_PAUSE_S, self._successes
+        limit, self.is_on = (LIMIT_S, True) if controls else (DOUBT_S, False)
+        self._announce(problem, limit)
         try:
-            while jobs := self._needed():
+            for turn in itertools.count():
+                if not (jobs := self._needed()):
+                    return
+                tested = jobs[turn % len(jobs)]  # each may be the cause of its own failure
                 with WAITS.of(self._name, "the end of an outage"):
                     await asyncio.sleep(pause)
-                    again, answer = await self._answers([self.control, jobs[0].item])
+                    *again, answer = await self._answers([*controls, tested.item])
                 pause, seconds = min(2 * pause, LONGEST_PAUSE_S), time.monotonic() - began
                 if self._problem(answer) is None:
-                    self.control = jobs[0].item
-                    self._held.remove(jobs[0])
-                    self._settle(jobs[0], answer)
-                if None in (self._problem(again), self._problem(answer)):
+                    self.control = tested.item
+                    self._held.remove(tested)
+                    self._settle(tested, answer)
+                if None in map(self._problem, [*again, answer]):
                     return warn(f"{self._name}: works again after {seconds:.1f} s; {len(jobs)} failed jobs run again")
-                if seconds > LIMIT_S:
+                if seconds > limit == LIMIT_S:
                     return self._give_up(seconds, problem)
+                if seconds > limit and len(jobs) < max(MANY, self._successes - successes):
+                    return self._of_jobs.add(problem.kind)
+                if seconds > limit:
+                    limit, self.is_on = LIMIT_S, True
+                    self._announce(problem, limit)
                 echo(f"{self._name}: down for {seconds:.0f} s; the next attempt is in {pause:g} s", sys.stderr)
         finally:
             self.is_on = False
             self._seconds += time.monotonic() - began
 
-    def _give_up(self, seconds: float, problem: str) -> None:
+    def _announce(self, problem: Problem, limit: float) -> None:
+        what = (
+            "something that its jobs need is down. The run waits for it and draws no prompts meanwhile"
+            if self.is_on
+            else "a job fails again, though one that had succeeded does not. It is repeated, and the other jobs go on"
+        )
+        warn(f"{self._name}: {what}, for up to {limit:g} s ({problem.kind}: {problem.message})")
+
+    def _give_up(self, seconds: float, problem: Problem) -> None:
         error = RunError(
-            f"{self._name}: every job has failed for {seconds:.0f} s, also one that had succeeded; the last failure:"
-            f" {problem}; restore what the jobs need, and resume the run"
+            f"{self._name}: jobs have failed for {seconds:.0f} s; the last failure: {problem.message}; restore what the"
+            " jobs need, and resume the run"
         )
         self._end(error)
         for job in self._held:

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.workers.batched_calls import Answers
-from roll_opd.workers.outage import Outage
+from roll_opd.workers.outage import Outage, Problem
 
 MAX_DEATHS = 3  # after this many lost workers, the job that they ran counts as the cause
 MAX_INITIAL_FAILURES = 32  # after this many failed jobs without a success, the setup counts as the cause
@@ -124,8 +124,7 @@ class ResilientPool(Generic[Item, Result]):
         *,
         independent: bool = False,
         max_lost: int | None = None,
-        failure: Callable[[Any], str | None] | None = None,
-        is_final: Callable[[Any], bool] = lambda answer: False,
+        failure: Callable[[Any], Problem | None] | None = None,
     ) -> None:
         """Create the pool; `start` starts its workers.
 
@@ -142,9 +141,8 @@ class ResilientPool(Generic[Item, Result]):
                 a worker is cancelled when the futures of all its jobs are done and one of them was cancelled.
             max_lost: number of lost workers that the pool tolerates; None means no limit. Each lost worker counts
                 once, and a loss that was caused by a job does not count.
-            failure: returns the text of the failure that an answer states, or None for a success. If it is given, jobs
-                that fail because of an outage run again.
-            is_final: whether a failure is final, so that its job does not run again.
+            failure: returns the failure that an answer states, or None for a success. If it is given, jobs that fail
+                because of an outage run again.
         """
         self.name, self._spawn, self._settle_job = name, spawn, settle
         self._size, self._capacity, self._assign, self._independent = size, capacity, assign, independent
@@ -157,7 +155,7 @@ class ResilientPool(Generic[Item, Result]):
         self._restarts = 0
         self._max_lost, self._numbers = max_lost, itertools.count()
         self._lost: set[int] = set()  # numbers of the lost workers that no job has caused
-        self._failure, self._is_final = failure, is_final
+        self._failure = failure
         self._outage: Outage[_Job[Item, Result]] = Outage(
             name, self._attempt, self._problem, self._settle_now, self._break
         )
@@ -289,10 +287,10 @@ class ResilientPool(Generic[Item, Result]):
                 job.result.set_result(answer)
         elif self._failure is None or isinstance(answer, WorkerLost) or self._broken:
             self._settle_now(job, answer)
-        elif self._failure(answer) is None:
-            self._outage.control = job.item
+        elif (problem := self._failure(answer)) is None:
+            self._outage.note_success(job.item)
             self._settle_now(job, answer)
-        elif self._outage.control is None or self._is_final(answer):
+        elif self._outage.control is None or problem.is_final:
             self._settle_now(job, answer)
         elif self._outage.hold(job):
             self._background(self._test_failures())
@@ -308,9 +306,9 @@ class ResilientPool(Generic[Item, Result]):
         self._dispatch()
         return await result
 
-    def _problem(self, answer: Any) -> str | None:
+    def _problem(self, answer: Any) -> Problem | None:
         assert self._failure
-        return str(answer) if isinstance(answer, WorkerLost) else self._failure(answer)
+        return Problem(answer.kind, str(answer)) if isinstance(answer, WorkerLost) else self._failure(answer)
 
     def _settle_now(self, job: _Job[Item, Result], answer: Any) -> None:
         try:

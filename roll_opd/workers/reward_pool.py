@@ -26,6 +26,7 @@ from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.transport import Compact
 from roll_opd.tracking.reward_metrics import scoring_metrics
 from roll_opd.workers.batched_calls import Answers, coalesced
+from roll_opd.workers.outage import Problem
 from roll_opd.workers.ray_worker import RayWorker
 from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.workers.sampler import Request, Sampler
@@ -179,9 +180,11 @@ class RewardPool:
             return Failure(NO_VALUE, "its reward returned None")
         return scored
 
-    def _problem(self, scored: Scored) -> str | None:
+    def _problem(self, scored: Scored) -> Problem | None:
         judged = self._judged(scored)
-        return judged.message if isinstance(judged, Failure) else None
+        if isinstance(judged, Failure):
+            return Problem(judged.kind, judged.message, judged.of_a_service)
+        return None
 
 
 # The plan's `max_concurrency` limits calls. This limit is higher, because each hung call keeps its thread.

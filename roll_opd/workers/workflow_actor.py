@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from roll_opd.base.frozen import thaw
+from roll_opd.base.services import of_a_service
 from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_plain_tokenizer, load_tokenizer
@@ -28,6 +29,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
 from roll_opd.workers.batched_calls import Answers, coalesced
 from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.outage import Problem
 from roll_opd.workers.sampler import Sampler, SamplerEngines
 
 MAX_THREADS = 10_000  # a hung run keeps its thread
@@ -56,7 +58,7 @@ class JobOutcome:
     """Result of a job: the experiences of each run, or a failure of the job."""
 
     made: dict[int, list[Sample]] = field(default_factory=dict)
-    failure: tuple[str, str] | None = None  # kind and message
+    failure: Problem | None = None
     calls: int = 0  # model calls
     branches: int = 0  # conversations; a model call that continues none starts a new conversation
     requests: Counter[str] = field(default_factory=Counter)  # number of requests to the endpoint, by outcome
@@ -78,8 +80,8 @@ def _is_api_error(error: BaseException) -> bool:
     )
 
 
-def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
-    """Return (kind, message) of the failure that a run's error causes.
+def _failure(error: BaseException, returned: bool) -> Problem:
+    """Return the failure that a run's error causes.
 
     `returned` states whether the workflow had already returned a result when the error occurred.
     """
@@ -87,9 +89,10 @@ def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
     from roll_opd.workflows.workflow_experience import RunFailure
 
     if isinstance(error, RunFailure):
-        return error.kind, str(error)
+        return Problem(error.kind, str(error), of_a_service(error))
     invalid = isinstance(error, TypeError | ValueError | AttributeError) and returned
-    return INVALID if invalid else API_ERROR if _is_api_error(error) else RAISED, own_traceback(error)
+    kind = INVALID if invalid else API_ERROR if _is_api_error(error) else RAISED
+    return Problem(kind, own_traceback(error), of_a_service(error))
 
 
 @contextmanager
@@ -248,10 +251,8 @@ class WorkflowWorker:
         except GeneratorExit:
             raise
         except _TimeLimitError:
-            outcome.failure = (
-                TIMEOUT,
-                f"the run did not finish within workflow_timeout, {self._plan.workflow_timeout:g} s",
-            )
+            message = f"the run did not finish within workflow_timeout, {self._plan.workflow_timeout:g} s"
+            outcome.failure = Problem(TIMEOUT, message, is_final=True)  # the time is not granted again
         except BaseException as error:  # panics of Rust libraries are not Exceptions
             outcome.failure = _failure(error, state.returned)
         finally:

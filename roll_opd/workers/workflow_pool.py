@@ -15,10 +15,11 @@ from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import logprobs_column
+from roll_opd.workers.outage import Problem
 from roll_opd.workers.ray_worker import RayWorker
 from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.workers.sampler import Sampler
-from roll_opd.workers.workflow_actor import TIMEOUT, Job, JobOutcome
+from roll_opd.workers.workflow_actor import Job, JobOutcome
 
 MAX_AHEAD = 8  # the process for an engine may have this many more runs than the least loaded process
 TIMEOUT_GRACE_S = 60.0  # a process without an answer counts as stuck this many seconds after workflow_timeout
@@ -71,8 +72,7 @@ class WorkflowPool:
             self._near_engines,
             independent=True,
             max_lost=max_lost,
-            failure=_problem,
-            is_final=_is_final,
+            failure=lambda outcome: outcome.failure,
         )
         self._shared: dict[int, SharedCall] = {}  # draw -> call
         remedy = "correct it, or set on_workflow_error to drop or replace" if plan.on_workflow_error == "stop" else None
@@ -167,9 +167,9 @@ class WorkflowPool:
                     own = name if "/" in name else f"workflow/own/{name}"
                     self._own.setdefault(f"val/{own}" if task.is_eval else own, []).append(value)
             return [replace(one, ground_truth=task.prompt.ground_truth, extra=task.prompt.extra) for one in made]
-        kind, message = outcome.failure
+        kind = outcome.failure.kind
         self._failures[kind] += 1
-        self._failure_log.add_failure(kind, f"{self._name}: a run failed ({kind}): {message}")
+        self._failure_log.add_failure(kind, f"{self._name}: a run failed ({kind}): {outcome.failure.message}")
         return None
 
     def _note_missing(self, job: Job, outcome: JobOutcome) -> None:
@@ -204,7 +204,7 @@ class WorkflowPool:
         try:
             outcome = await self._pool.submit(job)
         except WorkerLost as lost:
-            return JobOutcome(failure=(lost.kind, str(lost)))
+            return JobOutcome(failure=Problem(lost.kind, str(lost)))
         self._seconds.append(time.monotonic() - begun)
         self._calls_made += outcome.calls
         self._branches += outcome.branches
@@ -241,15 +241,6 @@ def near_engines(
         chosen = min(free, key=lambda number: loads[number] - (ahead if number == preferred else 0))
         loads[chosen] += 1
         yield chosen
-
-
-def _problem(outcome: JobOutcome) -> str | None:
-    return outcome.failure and f"{outcome.failure[0]}: {outcome.failure[1]}"
-
-
-def _is_final(outcome: JobOutcome) -> bool:
-    """Return whether a job has used up its time, which it does not get again."""
-    return outcome.failure is not None and outcome.failure[0] == TIMEOUT
 
 
 def _outcome(_job: Job, answer: JobOutcome | WorkerLost, _seconds: float) -> JobOutcome:

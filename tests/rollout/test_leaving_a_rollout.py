@@ -15,10 +15,11 @@ from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 from roll_opd.tracking.clock import PhaseClock
+from roll_opd.workers.outage import Problem
 from roll_opd.workers.workflow_actor import Job, JobOutcome
 from roll_opd.workers.workflow_pool import WorkflowPool
 
-BAD = JobOutcome(failure=("raised", "no idea"))
+BAD = JobOutcome(failure=Problem("raised", "no idea"))
 MADE = Sample(
     id="1",
     group_id="1",

@@ -11,9 +11,11 @@ import pytest
 from roll_opd.base.failures import RunError
 from roll_opd.workers import outage
 from roll_opd.workers.batched_calls import Answers
+from roll_opd.workers.outage import Problem
 from roll_opd.workers.resilient_pool import ResilientPool, WorkerLost
 
 FAILS = "the service is down"
+DOWN, NO = "", None  # answers: the service is down; the item is the cause
 
 
 class Service:
@@ -21,6 +23,7 @@ class Service:
 
     def __init__(self, seed: int) -> None:
         self.random, self.is_up, self.sent = random.Random(seed), True, Counter[Any]()
+        self.stores, self.stored = False, set[str]()  # whether the answers to repeated items are stored
 
     def __call__(self, _: int) -> "Service":
         return self
@@ -35,10 +38,14 @@ class Service:
             needs = self.random.randrange(3)  # turns before the service is asked, and after it
             for _ in range(needs):
                 await asyncio.sleep(0)
-            works = self.is_up and not item.startswith("broken")
+            asks = item not in self.stored and not item.startswith("asks not")
+            down = asks and (not self.is_up or item.startswith("overloads"))
+            answer = DOWN if down else NO if item.startswith("broken") else item
+            if self.stores and answer:
+                self.stored.add(item)
             for _ in range(2 - needs):
                 await asyncio.sleep(0)
-            yield Answers([(place, item if works else None)], hung=False)
+            yield Answers([(place, answer)], hung=False)
 
 
 def play(scene: Callable[[ResilientPool, Service], Awaitable[None]], seed: int = 0, **settings: Any) -> None:
@@ -50,7 +57,7 @@ def play(scene: Callable[[ResilientPool, Service], Awaitable[None]], seed: int =
             lambda item, answer, seconds: answer or "failed",
             2,
             3,
-            failure=lambda answer: None if answer else FAILS,
+            failure=lambda answer: None if answer else Problem("raised", FAILS, of_a_service=answer == DOWN),
             **settings,
         )
         await pool.start()
@@ -66,16 +73,19 @@ def play(scene: Callable[[ResilientPool, Service], Awaitable[None]], seed: int =
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(outage, "LONGEST_PAUSE_S", 0.004)
+    monkeypatch.setattr(outage, "DOUBT_S", 0.2)
 
 
 def test_an_outage_costs_no_job_at_any_time_and_length(capfd: pytest.CaptureFixture[str]) -> None:
-    """Jobs that fail at all times stay failures."""
-    for seed in range(40):
+    """Jobs that fail at all times stay failures, also if controls are answered without the service."""
+    for seed in range(45):
         chance = random.Random(seed)
+        kinds = ("good", "good", "broken", *(("asks not", "asks not") if seed % 3 == 2 else ()))
 
-        async def scene(pool: ResilientPool, service: Service, chance: random.Random = chance) -> None:
+        async def scene(pool: ResilientPool, service: Service, chance: Any = chance, kinds: Any = kinds) -> None:
+            service.stores = len(kinds) == 3 and chance.random() < 0.5
             assert await pool.submit("first") == "first"
-            items = [f"{chance.choice(('good', 'good', 'broken'))} {number}" for number in range(40)]
+            items = [f"{chance.choice(kinds)} {number}" for number in range(40)]
             begins, seconds = chance.randrange(40), chance.choice((0.002, 0.02, 0.05))
             jobs = []
             for number, item in enumerate(items):
@@ -90,6 +100,35 @@ def test_an_outage_costs_no_job_at_any_time_and_length(capfd: pytest.CaptureFixt
 
         play(scene, seed, independent=bool(seed % 2))
     assert "works again" in capfd.readouterr().err
+
+
+def test_an_item_that_overloads_the_service_fails_after_a_while_and_its_kind_then_at_once() -> None:
+    async def scene(pool: ResilientPool, service: Service) -> None:
+        assert await pool.submit("good") == "good"
+        first = pool.submit("overloads 1")
+        assert await asyncio.gather(*[pool.submit(f"good {n}") for n in range(9)]) == [f"good {n}" for n in range(9)]
+        assert not first.done()
+        assert await first == "failed" and 0.2 < pool.drain_outage_seconds() < 2
+        assert await pool.submit("overloads 2") == "failed" and pool.drain_outage_seconds() == 0
+        service.is_up, again = False, pool.submit("good again")  # the control notices the outage
+        asyncio.get_running_loop().call_later(0.02, setattr, service, "is_up", True)
+        assert await again == "good again"
+
+    play(scene)
+
+
+def test_many_jobs_that_fail_while_a_stored_control_succeeds_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(pool: ResilientPool, service: Service) -> None:
+        service.stores = True
+        assert await pool.submit("good") == "good"
+        service.is_up = False
+        jobs = [pool.submit(f"good {n}") for n in range(outage.MANY)]
+        found = await asyncio.gather(*jobs, return_exceptions=True)
+        assert all(isinstance(one, RunError) and FAILS in str(one) for one in found)
+
+    monkeypatch.setattr(outage, "DOUBT_S", 0.02)
+    monkeypatch.setattr(outage, "LIMIT_S", 0.05)
+    play(scene)
 
 
 def test_jobs_that_fail_while_others_succeed_are_answered_without_an_outage(capfd: pytest.CaptureFixture[str]) -> None:

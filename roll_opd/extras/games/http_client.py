@@ -25,6 +25,7 @@ import httpx
 
 from roll_opd.base.addresses import address_fault, proxy_of
 from roll_opd.base.excerpt import excerpt
+from roll_opd.base.services import is_passing
 from roll_opd.extras.games.environment_interface import (
     ENVIRONMENTS,
     Environment,
@@ -36,7 +37,6 @@ from roll_opd.extras.games.environment_interface import (
 )
 from roll_opd.extras.games.game import at_least, checked_seed
 
-BUSY = (408, 425, 429)  # retryable statuses, in addition to 500 and above
 FIRST_WAIT, MAX_WAIT = 0.2, 10.0  # seconds between attempts, doubled each time
 CLOSE_SECONDS = 2.0
 HOW_TO_SERVE = "start a server with `python -m roll_opd.extras.games.serve`, or correct the url"
@@ -120,8 +120,7 @@ class RemoteEnvironment(Environment):
                     advice = HOW_TO_SERVE if unsent else "check the server, or raise timeout"
                     raise EnvironmentFailure(f"{address}{self._via}: {what}; {advice}") from error
             else:
-                passing = answer.status_code in BUSY or answer.status_code >= 500
-                if not left or not (again and passing):
+                if not left or not (again and is_passing(answer.status_code)):
                     return _object(answer, f"{address}{self._via}")
             time.sleep(wait * random.uniform(0.5, 1.0))  # jitter
             wait = min(2 * wait, MAX_WAIT)
@@ -139,5 +138,16 @@ def _object(answer: httpx.Response, address: str) -> dict[str, Any]:
     error = found["error"] if isinstance(found, dict) and "error" in found else answer.text
     message = excerpt(str(error)) or "nothing"
     if answer.status_code == 200:
-        raise EnvironmentFailure(f"{address}: the response is not a JSON object: {message}; {HOW_TO_SERVE}")
-    raise EnvironmentFailure(f"{address}: HTTP {answer.status_code}: {message}; check the server, or correct the url")
+        raise _Unanswered(f"{address}: the response is not a JSON object: {message}; {HOW_TO_SERVE}", True)
+    raise _Unanswered(
+        f"{address}: HTTP {answer.status_code}: {message}; check the server, or correct the url",
+        is_passing(answer.status_code),
+    )
+
+
+class _Unanswered(EnvironmentFailure):
+    """A server gave another response than a result."""
+
+    def __init__(self, message: str, of_a_service: bool) -> None:
+        super().__init__(message)
+        self.of_a_service = of_a_service

@@ -54,7 +54,7 @@ class Remote:
         try:
             scores = list(await self._endpoint.ask(body, partial(read_rewards, count=len(samples)), errors))
         except GaveUp as error:
-            scores = [Failure(error.kind, str(error))] * len(samples)
+            scores = [Failure(error.kind, str(error), of_a_service=error.of_a_service)] * len(samples)
         return [replace(scores[0], errors=dict(errors)), *scores[1:]]
 
 

@@ -116,7 +116,7 @@ class LLMJudge:
         try:
             verdict = await self._verdicts.get(_digest(messages), partial(self._judge, messages, errors))
         except GaveUp as error:
-            return Failure(error.kind, str(error), dict(errors))
+            return Failure(error.kind, str(error), dict(errors), error.of_a_service)
         return Score(verdict.value, verdict.parts, errors=dict(errors))
 
     async def _judge(self, messages: Messages, errors: Counter[str]) -> Verdict:
@@ -140,6 +140,7 @@ class LLMJudge:
                 f"no verdict in {VERDICT_ATTEMPTS} answers of the judge (the last answer ends in {text[-200:]!r});"
                 " correct the prompt or its parsing (verdict, pattern, verdict_key, min_score, max_score), or raise"
                 " max_tokens",
+                of_a_service=False,
             )
         return verdict
 
