@@ -294,6 +294,7 @@ CELLS = [
     *((kind, how, seconds, s) for seconds, how in ((1, "down"), (5, "hangs")) for kind in KINDS for s in (0, 1)),
     *((kind, "down", 15, number % 2) for number, kind in enumerate(KINDS)),
     *((kind, "down", 60, s) for kind, s in (("workflow", 1), ("reward", 0), ("environment", 1), ("teacher", 0))),
+    ("judge, retries of 0.5 s", "down", 60, 0),
     *((kind, "hangs", 30, s) for kind, s in (("environment", 0), ("judge", 1), ("teacher", 1), ("workflow", 0))),
 ]
 
@@ -324,9 +325,12 @@ def main() -> int:
                     print(json.dumps(done[-1]), flush=True)
                     write(parsed.json, done)
         return 0
+    wanted = [(number, cell) for number, cell in enumerate(CELLS) if cell not in there and cell[0] in parsed.kinds]
+    if not wanted:
+        return 0
     with started(parsed.place / str(time.time_ns())) as roles:
-        for number, cell in enumerate(CELLS):
-            if cell in there or cell[0] not in parsed.kinds or time.monotonic() - begun + cell[2] > parsed.seconds:
+        for number, cell in wanted:
+            if time.monotonic() - begun + cell[2] > parsed.seconds:
                 continue
             try:
                 row = run(roles, *cell, name=f"run{number}")
