@@ -4,7 +4,6 @@ import asyncio
 import contextvars
 import inspect
 import os
-import sys
 import threading
 import time
 from collections import Counter
@@ -69,17 +68,6 @@ class _TimeLimitError(Exception):
     """A run has exceeded its time limit."""
 
 
-def _is_api_error(error: BaseException) -> bool:
-    """Return whether an error is a failed request to a model endpoint.
-
-    OpenAI's client raises such an error after all of its retries have failed.
-    """
-    openai = sys.modules.get("openai")  # without this import, no error comes from openai
-    return openai is not None and isinstance(
-        error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
-    )
-
-
 def _failure(error: BaseException, returned: bool) -> Problem:
     """Return the failure that a run's error causes.
 
@@ -91,8 +79,10 @@ def _failure(error: BaseException, returned: bool) -> Problem:
     if isinstance(error, RunFailure):
         return Problem(error.kind, str(error), of_a_service(error))
     invalid = isinstance(error, TypeError | ValueError | AttributeError) and returned
-    kind = INVALID if invalid else API_ERROR if _is_api_error(error) else RAISED
-    return Problem(kind, own_traceback(error), of_a_service(error))
+    failed = of_a_service(error)
+    # OpenAI's client raises after all of its retries have failed
+    is_api_error = failed and type(error).__module__.partition(".")[0] == "openai"
+    return Problem(INVALID if invalid else API_ERROR if is_api_error else RAISED, own_traceback(error), failed)
 
 
 @contextmanager

@@ -70,6 +70,28 @@ class AsksAService(Workflow):
         return [response]
 """
 
+REWARD = """
+import functools
+import json
+import urllib.request
+
+
+@functools.cache
+def asked(url, text):
+    body = json.dumps({"samples": [text]}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    return json.loads(urllib.request.urlopen(request, timeout=100).read())["rewards"][0]
+
+
+class AsksSometimes:
+    def __init__(self, url):
+        self.url = url
+
+    def score(self, samples):
+        texts = [sample.response for sample in samples]
+        return [asked(self.url, text) if len(text) % 4 else 0.0 for text in texts]
+"""
+
 
 def serve(port: int) -> None:
     """Answer requests of all kinds: for rewards, verdicts, and log-probs of a teacher."""
@@ -138,6 +160,8 @@ def settings_of(kind: str, service: Service, place: Path) -> tuple[tuple[str, st
         "retry_seconds: SECONDS}",
         "judge": "{worker_cls: llm_judge, tag_included: [math_rule], judge_model_name: judge, judge_api_url: "
         f"{service.url}/v1, retry_seconds: SECONDS}}",
+        "own reward": "{worker_cls: outage_rewards.AsksSometimes, tag_included: [math_rule], url: "
+        f"{service.url}/score}}",
     }
     name, _, patience = kind.partition(", ")
     if name in rewards:
@@ -290,11 +314,12 @@ def fates(path: Path) -> dict[str, Any]:
 
 RESUMED = "down, stopped and resumed"
 KINDS = ("workflow", "environment", "reward", "reward, retries of 0.5 s", "judge", "judge, retries of 0.5 s", "teacher")
+KINDS += ("own reward",)  # that stores its answers, and asks for three of four samples
 CELLS = [
     *((kind, how, seconds, s) for seconds, how in ((1, "down"), (5, "hangs")) for kind in KINDS for s in (0, 1)),
     *((kind, "down", 15, number % 2) for number, kind in enumerate(KINDS)),
     *((kind, "down", 60, s) for kind, s in (("workflow", 1), ("reward", 0), ("environment", 1), ("teacher", 0))),
-    ("judge, retries of 0.5 s", "down", 60, 0),
+    *((kind, "down", 60, s) for kind, s in (("judge, retries of 0.5 s", 0), ("own reward", 1))),
     *((kind, "hangs", 30, s) for kind, s in (("environment", 0), ("judge", 1), ("teacher", 1), ("workflow", 0))),
 ]
 
@@ -314,6 +339,11 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parsed = parser.parse_args()
     os.chdir(REPOSITORY)
+    users = parsed.place.absolute() / "users"
+    users.mkdir(parents=True, exist_ok=True)
+    (users / "outage_rewards.py").write_text(REWARD)
+    os.environ["PYTHONPATH"] = f"{users}:{os.environ.get('PYTHONPATH', '')}"
+    sys.path.insert(0, str(users))
     begun = time.monotonic()
     done = json.loads(parsed.json.read_text()) if parsed.json.exists() else []
     there = {(row["kind"], row["how"], row["seconds away"], row["S"]) for row in done}

@@ -198,11 +198,11 @@ def test_what_a_run_does_to_its_process_costs_the_others_nothing(start: Start, l
     assert all(len(made) == 1 for made in run_all(loop, pool, [task(number) for number in range(8)]))
 
 
-def test_a_model_elsewhere_that_fails_costs_its_runs_alone(start: Start, loop) -> None:
-    """OpenAI's client tries three times; a run that still fails is counted, and the other runs continue."""
-    # a failed run begins again, after a control
+def test_a_model_elsewhere_that_fails_costs_no_run_unless_it_refuses_one(start: Start, loop) -> None:
+    """OpenAI's client tries three times; a run that still fails begins again, and a refused one is counted."""
+    # a failed run begins again after a control, and once more after a pause
     faults = ["500", "reset", None, "500", "reset", "429 after 0", None, "503", "503", "503"]
-    faults += [None, "503", "500", "reset", None, "reset", "503", "503"]
+    faults += [None, "503", "500", "reset", None, "reset", "503", "503", None, "400", None, "400"]
 
     def reply(asked: dict) -> dict:
         message = {"role": "assistant", "content": asked["messages"][-1]["content"]}
@@ -213,12 +213,10 @@ def test_a_model_elsewhere_that_fails_costs_its_runs_alone(start: Start, loop) -
     elsewhere = AuxiliaryPlan("judge", None, f"{server.url}/v1", "secret", "large")
     pool = start("Judged", auxiliary_models=(elsewhere,), workflow_workers=1)
     made = [run_all(loop, pool, [task(number)])[0] for number in range(5)]
-    assert [found and [one.reward for one in found] for found in made] == [[0], None, [2], None, [4]]
+    assert [found and [one.reward for one in found] for found in made] == [[0], [1], [2], None, [4]]
     metrics = pool.drain_metrics()
     assert (
-        metrics["workflow/failed/api_error"] == 2
-        and metrics["workflow/runs"] == 5
-        and metrics["workflow/restarts"] == 0
+        metrics["workflow/failed/raised"] == 1 and metrics["workflow/runs"] == 5 and metrics["workflow/restarts"] == 0
     )
     assert {body["model"] for body in server.bodies} == {"large"}
     assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}
