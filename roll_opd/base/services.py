@@ -1,4 +1,4 @@
-"""Tell the errors of services from other errors.
+"""Distinguish errors of services from other errors.
 
 If a service is down, slow or overloaded, a call of it fails whatever its input is.
 """
@@ -24,7 +24,7 @@ def is_passing(status: int) -> bool:
 
 
 def of_a_service(error: BaseException) -> bool:
-    """Return whether an error, or an error that led to it, says that a service failed.
+    """Return whether an error, or an error that led to it, states that a service failed.
 
     Such errors are failed connections, exceeded times of requests, and statuses that are passing. An exception may
     also state this itself, with the attribute `of_a_service`. The first error that states it decides.

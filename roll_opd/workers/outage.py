@@ -4,11 +4,11 @@ If a job of a pool fails, its failure is held back, and the last job that succee
 control fails, something that the jobs need is down. Then no further job is sent. The control and a held job run again,
 after increasing pauses, until one of them succeeds. After `LIMIT_S` the run ends.
 
-If the control succeeds, the failed job runs again. If it fails again, its failure is final, except when its error says
-that a service failed (`base.services`): the control may not have needed the service, because its answer was stored or
-because it took another branch. Such jobs run again after increasing pauses, and the other jobs go on. After `DOUBT_S`
-without a success, the jobs are the cause, and later failures of this kind are final, unless `MANY` jobs have failed,
-and more than have succeeded: then it is an outage.
+If the control succeeds, the failed job runs again. If it fails again, its failure is final, except when its error
+states that a service failed (`base.services`): the control may not have needed the service, because its answer was
+stored or because it took another branch. Such jobs run again after increasing pauses, and the other jobs continue.
+After `DOUBT_S` without a success, the jobs are the cause, and later failures of this kind are final, unless `MANY` jobs
+have failed, and more than have succeeded: then it is an outage.
 
 So an outage costs time, and no job. Before any job has succeeded, there is no control, and a failure is final.
 """
@@ -37,7 +37,7 @@ class Problem:
 
     kind: str  # counted by name
     message: str
-    of_a_service: bool = False  # whether its error says that a service failed
+    of_a_service: bool = False  # whether its error states that a service failed
     is_final: bool = False  # whether the job does not run again
 
 
@@ -173,7 +173,7 @@ class Outage(Generic[Job]):
         what = (
             "something that its jobs need is down. The run waits for it and draws no prompts meanwhile"
             if self.is_on
-            else "a job fails again, though one that had succeeded does not. It is repeated, and the other jobs go on"
+            else "a job fails again, but one that had succeeded does not. It is repeated, and the other jobs continue"
         )
         warn(f"{self._name}: {what}, for up to {limit:g} s ({problem.kind}: {problem.message})")
 
