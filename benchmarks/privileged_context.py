@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_opd.tracking.divergence_alarm import AGREEMENT, ENTROPY, LENGTH, READ, REWARD
+from roll_opd.extras.alarm.divergence_alarm import AGREEMENT, ENTROPY, LENGTH, READ, REWARD
 from roll_opd.tracking.summary import ACCURACY
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "examples" / "start_onpolicy_distill_pipeline.py"

@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from roll_opd.tracking.significance import is_due, least_evidence, lost_gain
+from roll_opd.extras.alarm.significance import is_due, least_evidence, lost_gain
 
 FALSE_ALARMS = 0.01
 SAMPLES = 4

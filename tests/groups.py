@@ -54,7 +54,7 @@ EXPENSIVE_FILES = (  # of five CPU-seconds or ten seconds of waiting or more
     "tests/extras/games/test_games.py",
     "tests/config/test_history.py",
     "tests/extras/graders/test_code_sandbox.py",
-    "tests/tracking/test_significance.py",
+    "tests/extras/alarm/test_significance.py",
     "tests/extras/workflows/test_environment_tokens.py",
     "tests/config/test_trinity_yaml.py",
     "tests/config/test_config_mixed.py",

@@ -7,9 +7,9 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -109,7 +109,7 @@ class _Pending:
     writing: "Writing | None"
     is_on_disk: bool = False
     is_logged: bool = False  # whether its step is in the logs of the run
-    model_card: str | None = None
+    model_files: Mapping[str, str] = field(default_factory=dict)  # texts to write next to the model
 
 
 class Checkpoints:
@@ -189,13 +189,13 @@ class Checkpoints:
         if not self._plan.async_save:
             await self._end(self._pending, wait=True)
 
-    def mark_logged(self, model_card: str | None = None) -> None:
-        """Record that the step of the partial checkpoint is in the logs.
+    def mark_logged(self, model_files: Mapping[str, str] | None = None) -> None:
+        """Record that the step of the partial checkpoint is in the logs, and the texts to write next to its model.
 
         `commit` may then make the checkpoint valid.
         """
         if self._pending:
-            self._pending.is_logged, self._pending.model_card = True, model_card
+            self._pending.is_logged, self._pending.model_files = True, model_files or {}
 
     async def commit(self, *, wait: bool) -> None:
         """Make the partial checkpoint valid if its step is logged and its files are on the disk.
@@ -211,9 +211,10 @@ class Checkpoints:
         if not pending.is_on_disk:
             return
         partial = self._partial(pending.step)
-        if pending.model_card and (partial / HF).is_dir():
+        if (partial / HF).is_dir():
             with self._failing(pending.step):
-                write_atomic(partial / HF / "README.md", pending.model_card)
+                for name, text in pending.model_files.items():
+                    write_atomic(partial / HF / name, text)
         self._pending = None
         target = self._run.checkpoint(pending.step)
         self._remove(target)

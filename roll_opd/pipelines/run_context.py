@@ -130,7 +130,7 @@ class Run:
             await write()
             is_written = True
         if is_written:
-            self.checkpoints.mark_logged(self.logger.model_card(step))
+            self.checkpoints.mark_logged(self.logger.model_files(step))
         ends = self.ending.is_asked_for or step == self.plan.max_steps
         await self.checkpoints.commit(wait=ends or not self.plan.checkpoint.async_save)
         if self.ending.is_asked_for and step < self.plan.max_steps:

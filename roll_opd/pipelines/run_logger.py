@@ -17,9 +17,8 @@ from roll_opd.data.templates import load_tokenizer
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.objective.external_advantages import token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
+from roll_opd.pipelines.example_prompt import example_prompt
 from roll_opd.pipelines.history import History
-from roll_opd.pipelines.model_card import example_prompt, model_card
-from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.run_hooks import RunHooks
 from roll_opd.pipelines.sample_record import (
@@ -36,7 +35,6 @@ from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, Progress, validation
-from roll_opd.tracking.divergence_alarm import DivergenceAlarm
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     LEDGER,
@@ -112,24 +110,8 @@ class RunLogger:
             self._console.with_grading(metrics)
             if metrics["step"]:
                 self._hooks.after_step(metrics)
-        self._alarm = self._divergence_alarm(earlier)
         # duration of each part of the start-up, s
         self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}
-
-    def _divergence_alarm(self, earlier: Sequence[Mapping[str, Any]]) -> DivergenceAlarm | None:
-        """Return the divergence alarm, or None for a run without sampling.
-
-        `earlier` are the logged rows of a resumed run. The alarm continues from them.
-        """
-        if not self._plan.rollout:
-            return None
-        student = self._plan.student.model
-        is_itself = any(teacher.source.location == student.path for teacher in self._plan.teachers)
-        alarm = DivergenceAlarm(is_itself=is_itself, remedies=remedies(self._plan))
-        for row in earlier:
-            if row["step"]:
-                alarm.after(row)
-        return alarm
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -188,8 +170,6 @@ class RunLogger:
             STEP_TOKENS: float(sum(len(sample.tokens) for sample in samples)),
             **self._flops.of_step(samples),
         }
-        for text in self._alarm.after(metrics) if self._alarm else ():
-            warn(text)
         shown = samples[:: max(1, len(samples) // max(1, self._plan.logged_samples_per_step))]
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.logged_samples_per_step]))
         if batch.draws or batch.failed_draws:
@@ -265,10 +245,10 @@ class RunLogger:
         step = 0 if is_before else self._done + 1
         return seconds, self._console.unfinished(step, seconds, moment.phase, counts)
 
-    def model_card(self, step: int) -> str:
-        """Return the content of the model's README.md, as of the logged step `step`."""
+    def model_files(self, step: int) -> dict[str, str]:
+        """Return the texts that hooks add to the model, as of the logged step `step`."""
         summary = summarize(read_jsonl(self._run.metrics_file)) | {"parts": self._history.as_facts(step)}
-        return model_card(self._plan, summary, step, self._history.up_to(step))
+        return self._hooks.model_files(step, summary, self._history.up_to(step))
 
     def finish(self) -> None:
         """Write `summary.json` and the files of the hooks. Print the last table, and how to load the model."""

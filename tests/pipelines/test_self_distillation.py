@@ -12,7 +12,7 @@ from runs import REPOSITORY, Run, launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from roll_opd.tracking.divergence_alarm import AGREEMENT, ENTROPY, READ
+from roll_opd.extras.alarm.divergence_alarm import AGREEMENT, ENTROPY, READ
 from tests.pages import blocks
 
 # on every push: followers' weights in test_megatron_follower.py, a teacher's hint in test_staged_hints.py

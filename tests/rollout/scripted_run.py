@@ -211,8 +211,8 @@ class Records:
 
     def engine_preflight(self, *_: Any) -> None: ...
 
-    def model_card(self, step: int) -> str:
-        return ""
+    def model_files(self, step: int) -> dict[str, str]:
+        return {}
 
     def hold(self) -> None:
         assert self.kept_from is None
@@ -228,7 +228,7 @@ class Records:
     async def write(self, *_: Any) -> None:
         await self.loop.turn()
 
-    def mark_logged(self, card: str) -> None:
+    def mark_logged(self, files: dict[str, str]) -> None:
         assert self.kept_from is None  # the logs are complete
 
     async def commit(self, *, wait: bool) -> None:

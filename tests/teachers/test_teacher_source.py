@@ -14,8 +14,6 @@ from roll_opd.models.device_phases import members_of
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.history import begun, settings_of
-from roll_opd.pipelines.model_card import model_card
-from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import run_facts
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation
 from roll_opd.pipelines.startup import started
@@ -60,7 +58,6 @@ READERS: dict[str, Callable[[RunPlan], Any]] = {
     "objective": objective_text,
     "warnings": warnings_here,
     "settings": settings_of,
-    "advice": remedies,
     "started models": started,
     "chunks": chunk_samples,
     "scoring during generation": lambda plan: reads_beside_generation(plan, DeviceScheduler(members_of(plan))),
@@ -82,7 +79,5 @@ def test_a_source_without_devices_is_no_role(plan: RunPlan) -> None:
     assert to_json(plan)["routing"]["*"]["teachers"] == ["teacher"]
 
 
-def test_the_run_record_has_the_location_of_a_source_and_the_model_card_has_not(plan: RunPlan) -> None:
+def test_the_run_record_has_the_location_of_a_source(plan: RunPlan) -> None:
     assert URL in run_facts(plan, begun(plan))["models"].values()
-    card = model_card(plan, {}, 1, begun(plan).parts)
-    assert "teacher `teacher`" in card and "example" not in card.partition("## Settings")[0]

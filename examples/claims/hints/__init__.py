@@ -13,7 +13,7 @@ from loop import Loop, policy_loss
 from make_chains import BATCH, Task, chain, prompt_ids, questions, right_answer
 from results import Panel, Runs
 
-from roll_opd.tracking.divergence_alarm import AGREEMENT, ENTROPY, REWARD, DivergenceAlarm
+from roll_opd.extras.alarm.divergence_alarm import AGREEMENT, ENTROPY, REWARD, DivergenceAlarm
 
 DIGITS, STEPS = 6, 200
 SAMPLES = 64  # of a step

@@ -12,7 +12,7 @@ from make_chains import BATCH, Task, chain, held_out_questions, make_batch, ques
 from results import Panel, Runs
 from torch import Tensor
 
-from roll_opd.tracking.divergence_alarm import LENGTH, REWARD, TRUNCATED, DivergenceAlarm
+from roll_opd.extras.alarm.divergence_alarm import LENGTH, REWARD, TRUNCATED, DivergenceAlarm
 
 DIGITS, LIMIT, STEPS = 4, 16, 150  # of an answer; tokens of a longest answer; of a run
 SAMPLES = 64  # of a step

@@ -16,14 +16,6 @@ NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9])?"
 HUB_ID = re.compile(rf"{NAME}/{NAME}")
 LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.-]*")
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})?|multilingual|code")
-# start of a licence text -> its hub identifier
-LICENCE_TEXTS = {
-    r"\s*Apache License\s+Version 2\.0": "apache-2.0",
-    r"\s*(The )?MIT License": "mit",
-    r"\s*BSD 3-Clause License": "bsd-3-clause",
-    r"\s*BSD 2-Clause License": "bsd-2-clause",
-}
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
 
 
 def cached(path: str, kind: str) -> str | None:
@@ -46,10 +38,7 @@ def base_model(model: Path) -> str | None:
 
 
 def licence(model: Path) -> dict[str, Any]:
-    """Return the licence and the languages of a model, read from its card.
-
-    If the card has no valid licence, the licence is read from the licence file of the model.
-    """
+    """Return the licence and the languages of a model, read from its card."""
     card, found = _card(model), {}
     name = card.get("license")
     if isinstance(name, str) and LICENCE_ID.fullmatch(name):
@@ -59,9 +48,6 @@ def licence(model: Path) -> dict[str, Any]:
         link = card.get("license_link")
         if isinstance(link, str) and link.startswith("https://"):  # a local file is not copied
             found["license_link"] = link
-    elif text := _licence_text(model):
-        known = (name for pattern, name in LICENCE_TEXTS.items() if re.match(pattern, text))
-        found["license"] = next(known, "other")
     languages = card.get("language")
     listed = languages if isinstance(languages, list) else [languages]
     right = [code for code in listed if isinstance(code, str) and LANGUAGE.fullmatch(code)]
@@ -87,12 +73,3 @@ def _card(model: Path) -> dict[str, Any]:
     except (OSError, UnicodeError, IndexError, yaml.YAMLError, ValueError):
         return {}
     return head if isinstance(head, dict) else {}
-
-
-def _licence_text(model: Path) -> str | None:
-    for name in LICENCE_FILES:
-        try:
-            return (model / name).read_text(encoding="utf-8")
-        except (OSError, UnicodeError):
-            continue
-    return None

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
-from roll_opd.tracking.divergence_alarm import (
+from roll_opd.extras.alarm.divergence_alarm import (
     AGE,
     AGREEMENT,
     ENTROPY,
@@ -24,6 +22,8 @@ from roll_opd.tracking.divergence_alarm import (
     DivergenceAlarm,
     Remedies,
 )
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.tracking.opd_metrics import opd_metrics
 from roll_opd.tracking.summary import ACCURACY
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,12 @@ import yaml
 from huggingface_hub import ModelCard
 
 from roll_opd.config.plan import RunPlan
+from roll_opd.extras.alarm.remedies import remedies
+from roll_opd.extras.cards.model_card import model_card
+from roll_opd.extras.cards.origin import base_model, cached, model_name
 from roll_opd.pipelines import history
-from roll_opd.pipelines.model_card import example_prompt, model_card
-from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.planner.build import load_plan
-from roll_opd.tracking.results import loading
 from roll_opd.tracking.summary import summarize
-
-pytestmark = pytest.mark.extras
 
 MEASURED = [{"step": 0, "val_correct/all/mean": 0.25}, {"step": 20, "val_correct/all/mean": 0.75}]
 TAGS = {
@@ -109,21 +108,6 @@ def test_licence_and_languages_are_the_students(tmp_path: Path, readme: str, tak
     head = head_of(card)
     assert {key: head[key] for key in head.keys() - {"library_name", "pipeline_tag", "tags"}} == taken
     assert "Old" not in card and str(tmp_path) not in card
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        (
-            "                                 Apache License\n                           Version 2.0, January 2004\n",
-            "apache-2.0",
-        ),
-        ("MIT License\n\nCopyright (c) 2026\n", "mit"),
-        ("Our Community License Agreement\n", "other"),
-    ],
-)
-def test_a_licence_file_without_a_card(tmp_path: Path, text: str, name: str) -> None:
-    assert licence(copy_of_the_student(tmp_path / "base", LICENSE=text)) == {"license": name}
 
 
 def test_the_name_of_a_model() -> None:
@@ -217,34 +201,14 @@ def test_the_card_of_a_run_in_environments() -> None:
     assert "|  | steps 1 to 3 | step 4 |" in model_card(plans[1], summarize([]), 4, now.up_to(4))
 
 
-@pytest.mark.parametrize(
-    ("row", "asked"),
-    [
-        (
-            {"messages": [{"role": "system", "content": "+"}, {"role": "user", "content": "4+5=\nNow."}]},
-            "4+5=\\nNow.",
-        ),
-        ({"prompt": 'Say "9".'}, 'Say \\"9\\".'),
-        ({"messages": [{"role": "system", "content": "Nothing is asked."}]}, "504+766="),  # the next row
-    ],
-)
-def test_the_script_asks_what_the_first_held_out_row_asks(tmp_path: Path, row: dict[str, Any], asked: str) -> None:
-    rows = tmp_path / "rows.jsonl"
-    second = Path("examples/demo/data/val.jsonl").read_text().splitlines()[1]
-    rows.write_text(f"{json.dumps(row)}\n{second}\n")
-    plan = load_plan("demo", "rlvr_opd", [f"validation.data_args.file_name={rows}"])
-    assert f'prompt = "{asked}"' in loading(".", example_prompt(plan))
-    assert 'prompt = "Hello"' in model_card(plan, summarize([]), 1)  # published: no row of the user's data
+def test_the_card_has_no_address_of_a_teacher_without_devices() -> None:
+    plan = load_plan("demo", "onpolicy_distill", [], pure=True)
+    source: Any = SimpleNamespace(name="teacher", location="http://teacher.example:8000")
+    plan = replace(plan, teachers=(replace(plan.teachers[0], source=source),))
+    card = model_card(plan, {}, 1, history.begun(plan).parts)
+    assert "teacher `teacher`" in card and "example" not in card.partition("## Settings")[0]
+    remedies(plan)
 
 
-def test_the_script_of_other_data(tmp_path: Path) -> None:
-    """Tasks of a workflow have arbitrary columns; games have no rows, and a file may be missing."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "How many?", "ground_truth": "3"}\n')
-    words = ["workflow=simple_workflow", f"validation.data_args.file_name={rows}", "prompt_key=question"]
-    assert example_prompt(load_plan("demo", "rlvr_opd", words)) == "How many?"
-    rows.unlink()
-    assert example_prompt(load_plan("examples/games", "frozen_lake")) == "Hello"
-    plan = load_plan("demo", "sft", pipeline="sft")
-    gone = replace(plan, validation=None, data=replace(plan.data, files=(str(rows),)))
-    assert example_prompt(gone) == "Hello"
+def test_a_card_has_no_prompt_of_the_data() -> None:
+    assert 'prompt = "Hello"' in model_card(load_plan("demo", "rlvr_opd", []), summarize([]), 1)

@@ -1,9 +1,27 @@
-"""Advice for alarms: which configuration keys to change. Only keys that have an effect in this run are named."""
+"""The alarms of a run, with advice: which configuration keys to change. Only keys that have an effect are named."""
+
+from collections.abc import Iterable, Mapping
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.tracking.divergence_alarm import Remedies
+from roll_opd.extras.alarm.divergence_alarm import DivergenceAlarm, Remedies
+from roll_opd.pipelines.run_hooks import RunHook
+from roll_opd.tracking.run_directory import RunDirectory
 
 LENGTH_PENALTY = "length_penalty"
+
+
+class AlarmOfRun(RunHook):
+    """Warns of a run that degrades. A run without sampling has no alarm."""
+
+    def __init__(self, plan: RunPlan, run: RunDirectory) -> None:
+        super().__init__(plan, run)
+        student = plan.student.model.path
+        is_itself = any(teacher.source.location == student for teacher in plan.teachers)
+        self._alarm = DivergenceAlarm(is_itself=is_itself, remedies=remedies(plan)) if plan.rollout else None
+
+    def after_step(self, metrics: Mapping[str, float | None]) -> Iterable[str]:
+        """Return new alarms."""
+        return self._alarm.after(metrics) if self._alarm else ()
 
 
 def remedies(plan: RunPlan) -> Remedies:

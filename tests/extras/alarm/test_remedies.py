@@ -2,9 +2,9 @@
 
 import pytest
 
-from roll_opd.pipelines.remedies import remedies
+from roll_opd.extras.alarm.divergence_alarm import Remedies
+from roll_opd.extras.alarm.remedies import remedies
 from roll_opd.planner.build import load_plan
-from roll_opd.tracking.divergence_alarm import Remedies
 
 FOLLOWS, HINT, REFERENCE = "follows_student.ema_decay", "a more detailed hint", "use_kl_loss"
 

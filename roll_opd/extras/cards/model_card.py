@@ -4,26 +4,31 @@ The card begins with the YAML front matter for model hubs. It then describes the
 objective and results, and shows how to load the model and prompt it.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from roll_opd import __version__
-from roll_opd.config.plan import DataPlan, RunPlan, SamplingPlan
-from roll_opd.data.answers import parse_answered
-from roll_opd.data.dataset import columns_needed
-from roll_opd.data.files import open_file
-from roll_opd.data.rows import BadRow, DataError, parse_messages
+from roll_opd.config.plan import RunPlan, SamplingPlan
+from roll_opd.extras.cards.card_settings import public, settings_table, steps_text
+from roll_opd.extras.cards.origin import base_model, cached, licence, model_name
 from roll_opd.models.tokenizer_files import has_chat_template
-from roll_opd.pipelines.card_settings import public, settings_table, steps_text
+from roll_opd.pipelines.example_prompt import NEUTRAL
 from roll_opd.pipelines.history import RunPart
-from roll_opd.pipelines.origin import base_model, cached, licence, model_name
+from roll_opd.pipelines.run_hooks import RunHook
 from roll_opd.planner.plan_text import objective_text
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
+
+
+class CardOfModel(RunHook):
+    """Writes the card next to the model of every checkpoint."""
+
+    def model_files(self, step: int, summary: Mapping[str, Any], parts: Sequence[RunPart]) -> Mapping[str, str]:
+        """Return the card."""
+        return {"README.md": model_card(self.plan, summary, step, parts)}
 
 
 def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[RunPart] = ()) -> str:
@@ -163,41 +168,3 @@ def _table(cells: Mapping[str, str]) -> str:
 
 def _code(text: str, language: str = "text") -> str:
     return f"```{language}\n{text}\n```"
-
-
-NEUTRAL = "Hello"
-ROWS_TRIED = 20
-
-
-def example_prompt(plan: RunPlan) -> str:
-    """Return an example prompt for the card: the user text of the first held-out row, if there is one.
-
-    Otherwise the user text of the first training row is returned, or `NEUTRAL` if no row can be read.
-    """
-    held_out = [plan.validation.data] if plan.validation else []
-    key = plan.workflow.prompt_key if plan.workflow else "prompt"
-    return next((text for data in (*held_out, plan.data) for text in _texts(data, key)), NEUTRAL)
-
-
-def _texts(data: DataPlan, key: str) -> Iterator[str]:
-    """Yield the user texts of the first rows of a data set. A file that cannot be read gives no texts."""
-    if data.schema == "scored":  # teacher files have tokens instead of text
-        return
-    try:
-        for file in data.files[:1]:
-            for line, _, value in itertools.islice(open_file(file, columns_needed(data)).scan(), ROWS_TRIED):
-                try:
-                    row = parse_answered(value, str(line), data)
-                    given = row.extra.get(key) or row.extra.get("messages") if data.schema == "task" else row.prompt
-                    text = given if isinstance(given, str) and key != "messages" else _of_user(row.messages or given)
-                except BadRow:
-                    continue
-                if text.strip():
-                    yield text
-    except (OSError, DataError):
-        return
-
-
-def _of_user(messages: Any) -> str:
-    turns: Sequence[Mapping[str, Any]] = parse_messages(messages)
-    return next((turn["content"] for turn in turns if turn["role"] == "user"), "")

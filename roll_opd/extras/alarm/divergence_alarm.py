@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roll_opd.tracking.significance import Shift, is_due, least_evidence, lost_gain, shift, threshold
+from roll_opd.extras.alarm.significance import Shift, is_due, least_evidence, lost_gain, shift, threshold
 
 WINDOW = 5  # number of steps in the first and in the last window
 LONG_WINDOW = 10  # number of steps in a window of the fraction of truncated answers, a noisy value

@@ -7,7 +7,7 @@ correlated. Seeds are fixed.
 import numpy as np
 import pytest
 
-from roll_opd.tracking.significance import is_due, least_evidence, lost_gain, shift, step_variance
+from roll_opd.extras.alarm.significance import is_due, least_evidence, lost_gain, shift, step_variance
 
 RUNS = 250
 
