@@ -56,7 +56,7 @@ EXPENSIVE_FILES = (  # of five CPU-seconds or ten seconds of waiting or more
     "tests/extras/graders/test_code_sandbox.py",
     "tests/extras/alarm/test_significance.py",
     "tests/extras/workflows/test_environment_tokens.py",
-    "tests/config/test_trinity_yaml.py",
+    "tests/extras/trinity/test_trinity_yaml.py",
     "tests/config/test_config_mixed.py",
     "tests/config/test_config_plan.py",
 )

@@ -27,7 +27,6 @@ FLOORS = {
     "roll_opd.planner": (9, "planner"),  # reads facts from the rooms below
     "roll_opd.teachers": (8, "teachers"),  # scorers, views, and checks of them
     "roll_opd.workers": (7, "workers"),  # models and pools of a run: the driver's clients and Ray's actors
-    "roll_opd.compat": (6, "compat"),  # configurations that are written for other projects
     "roll_opd.weight_sync": (6, "weight_sync"),
     "roll_opd.workers.group": (5, "workers"),  # calls of actors, without their classes
     "roll_opd.workflows": (5, "workflows"),
@@ -52,7 +51,6 @@ STRANGERS = {
     "samples": ENGINES_AND_RAY,
     "data": ENGINES_AND_RAY,
     "tracking": ENGINES_AND_RAY,
-    "compat": ENGINES_AND_RAY,
     "planner": {"ray", "megatron"},
     "objective": ENGINES_AND_RAY,
     "megatron": {"ray", "vllm"},

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from roll_opd.compat.trinity.objective import objective
-from roll_opd.compat.trinity.reading import Machine, Translation
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.extras.games.factory import EnvironmentFailure, name_of_roll
 from roll_opd.extras.games.prompt_templates import makes_steps, manager_problem
+from roll_opd.extras.trinity.translation.objective import objective
+from roll_opd.extras.trinity.translation.reading import Machine, Translation
 from roll_opd.objective.algorithms import algorithm, algorithm_names
 from roll_opd.rewards.reward_registry import REWARDS, RewardError, _find, reward_arguments
 from tests.pages import DOCS

@@ -20,6 +20,7 @@ from roll_opd.config.compose import LoadedConfig, find_config, load_config, writ
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import CheckpointPlan, RunPlan
 from roll_opd.config.schema import CheckpointKeys, Run, RunKeys, Supervised, shared
+from roll_opd.config.translators import translator_of
 from roll_opd.models.flops import sequence_flops
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
@@ -34,7 +35,7 @@ from roll_opd.planner import (
     row_plans,
     supervised_parts,
 )
-from roll_opd.planner.pipeline_choice import is_trinity, pipeline_keys
+from roll_opd.planner.pipeline_choice import pipeline_keys
 from roll_opd.planner.read import Sections, read_sections
 from roll_opd.planner.role_reader import RoleReader, choose_mode
 from roll_opd.planner.tracker_sections import read_trackers
@@ -70,8 +71,8 @@ def load_plan(
             launcher.
         runnable: if False, configurations that cannot be run yet are planned too. The `warnings` of the plan then give
             the reasons, and its `refusals` the reasons that hold on every machine.
-        say: callback that gets the translation report of a Trinity-RFT configuration. For such a configuration, `pure`
-            and `pipeline` have no effect.
+        say: callback that gets the translation report of a configuration of another system. For such a configuration,
+            `pure` and `pipeline` have no effect.
     """
     loaded = _loaded(config_path, config_name, list(overrides))
     if loaded.translation:
@@ -83,18 +84,14 @@ def load_plan(
 
 
 def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Return the composed configuration. A Trinity-RFT configuration is translated. Raises ConfigError."""
+    """Return the composed configuration. A configuration of another system is translated. Raises ConfigError."""
     try:
         directory, name = find_config(config_path, config_name)
-        file = directory / f"{name}.yaml"
-        is_foreign = is_trinity(file)
     except (ConfigError, PathError, OSError):
-        is_foreign = False  # `load_config` reports a file that is not found
-    if not is_foreign:
-        return load_config(config_path, config_name, overrides)
-    from roll_opd.compat.trinity.load import load_trinity  # imported only for such files
-
-    return load_trinity(file, overrides)
+        return load_config(config_path, config_name, overrides)  # reports a file that is not found
+    file = directory / f"{name}.yaml"
+    translator = translator_of(file)
+    return translator.load(file, overrides) if translator else load_config(config_path, config_name, overrides)
 
 
 def plan_config(

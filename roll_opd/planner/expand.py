@@ -1,7 +1,7 @@
 """Fill in unset keys with the values that follow from `algorithm_type`, from keys of Trinity-RFT, and from the mode."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roll_opd.base.registry import Registry, argument_problems
 from roll_opd.config.roll_keys import PG_KEYS
@@ -17,9 +17,7 @@ from roll_opd.objective.algorithms import (
     merged_arguments,
 )
 from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES, AlgorithmError
-
-if TYPE_CHECKING:
-    from roll_opd.compat.pg_variants import Variant
+from roll_opd.planner.pg_variants import Variant, read_variant
 
 # keys that are filled in even if they are set
 RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")
@@ -57,16 +55,14 @@ def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
     return changed(top, missing)
 
 
-def _variant(top: Top, workers: Mapping[str, Worker | None]) -> "Variant | None":
+def _variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
     """Return the policy loss that ROLL's `pg_variant` selects, or None if the configuration has no such key."""
     if top.pg_variant is None and not any(worker.written & PG_KEYS for worker in workers.values() if worker):
         return None
-    from roll_opd.compat.pg_variants import read_variant  # imported only for configurations with such keys
-
     return read_variant(top, workers)
 
 
-def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[str, Any]:
+def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str, Any]:
     """Return the keys that follow from the policy loss. An algorithm, a key or a pg_variant selects the policy loss."""
     ours = top.policy_loss
     if ours is not None and not top.diag.is_one_of("policy_loss", ours, POLICY_LOSSES.builtin):

@@ -1,18 +1,14 @@
-"""Find the pipeline and the system (ROLL or Trinity-RFT) of a configuration. Refuse pipelines that do not exist here.
+"""Find the pipeline of a configuration. Refuse pipelines that do not exist here.
 
 Without this refusal, later checks would report dozens of unknown keys.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from roll_opd.base.entry_points import load_all
 from roll_opd.base.failures import ConfigError
-from roll_opd.base.paths import PathError, regular_file
 from roll_opd.base.user_modules import users_module
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.schema import (
@@ -25,7 +21,6 @@ from roll_opd.config.schema import (
     Top,
     supervised_pipelines,
 )
-from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
 from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
 from roll_opd.objective.algorithms import algorithm
 from roll_opd.objective.registry import AlgorithmError
@@ -38,12 +33,6 @@ LAUNCHERS = {
     "dpo": ("direct preference optimization", "start_dpo_pipeline.py"),
     "offline_distill": ("distillation from teacher files", "start_offline_distill_pipeline.py"),
 }
-# a file with one of these sections and none of our roles is a configuration of Trinity-RFT
-TRINITY_SECTIONS = frozenset(
-    ("algorithm", "buffer", "cluster", "explorer", "model", "synchronizer", "trainer", "checkpoint_root_dir")
-)
-TRINITY_SECTION = re.compile(rf"\b(?:{'|'.join(sorted(TRINITY_SECTIONS))})\b[\"']?\s*:")
-OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")
 # keys of ROLL's vision and diffusion configurations that no text configuration has
 VISION_KEYS = {"image", "images", "image_flag_key", "image_folder", "max_pixels", "min_pixels", "vlm_filter"}
 VISION_KEYS |= {"video", "videos", "video_folder", "audio", "audios", "audio_folder"}
@@ -60,22 +49,6 @@ OFF_POLICY_KEYS = (
     "student",
 )
 LEARNERS = ("student_train", "actor_train", "sft_train")
-
-
-def is_trinity(file: Path) -> bool:
-    """Whether a YAML file is a configuration of Trinity-RFT; False if it cannot be read."""
-    try:
-        if regular_file(file).stat().st_size > MAX_BYTES:
-            return False
-        text = file.read_text(encoding="utf-8")
-        if not TRINITY_SECTION.search(text):
-            return False  # parsing the file takes ten times as long
-        check_file(file)
-        root = yaml.compose(text, Loader=LOADER)
-    except (ConfigError, OSError, PathError, UnicodeDecodeError, yaml.YAMLError):
-        return False  # `load_config` reports why
-    keys = {key.value for key, _ in root.value if isinstance(key, yaml.ScalarNode)} if root is not None else set()
-    return not TRINITY_SECTIONS.isdisjoint(keys) and keys.isdisjoint(OUR_ROLES)
 
 
 def pipeline_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None, diag: Diagnostics) -> type[Run]:

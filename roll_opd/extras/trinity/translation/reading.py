@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll_opd.base.failures import nearest
-from roll_opd.compat.trinity.keys import UNREAD, Rule
 from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.extras.trinity.translation.keys import UNREAD, Rule
 from roll_opd.tracking.secrets import is_secret
 
 DISTILL = "on_policy_distill"

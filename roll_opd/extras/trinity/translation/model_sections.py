@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.compat.trinity.keys import AUXILIARY, AUXILIARY_KEYS, TASKSET, TEACHER_KEYS
-from roll_opd.compat.trinity.reading import Translation, sort
+from roll_opd.extras.trinity.translation.keys import AUXILIARY, AUXILIARY_KEYS, TASKSET, TEACHER_KEYS
+from roll_opd.extras.trinity.translation.reading import Translation, sort
 from roll_opd.workflows.workflow_checks import declared_workflows
 
 # key of model.lora_configs -> (our key, Trinity-RFT's default)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from roll_opd.compat.trinity.keys import BATCH_ARGUMENTS, KL_PENALTIES
-from roll_opd.compat.trinity.reading import Translation
+from roll_opd.extras.trinity.translation.keys import BATCH_ARGUMENTS, KL_PENALTIES
+from roll_opd.extras.trinity.translation.reading import Translation
 from roll_opd.objective.algorithms import algorithm
 from roll_opd.objective.registry import AlgorithmError
 

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Mapping
 
-from roll_opd.compat.trinity.keys import AUXILIARY, DTYPES, TASKSET
-from roll_opd.compat.trinity.reading import Translation
+from roll_opd.extras.trinity.translation.keys import AUXILIARY, DTYPES, TASKSET
+from roll_opd.extras.trinity.translation.reading import Translation
 from roll_opd.objective.algorithms import algorithm
 from roll_opd.objective.registry import AlgorithmError
 

@@ -14,8 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError, os_sentence
 from roll_opd.base.paths import PathError, also_resolving_in, find_path, hub_hint
-from roll_opd.compat.trinity.reading import Machine
-from roll_opd.compat.trinity.translate import translated
 from roll_opd.config.compose import (
     COMMAND_LINE,
     LoadedConfig,
@@ -30,6 +28,8 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.config.yaml_files import bounded_work, yaml_message
 from roll_opd.data.files import count_rows, files_below
 from roll_opd.data.rows import DataError
+from roll_opd.extras.trinity.translation.reading import Machine
+from roll_opd.extras.trinity.translation.translate import translated
 
 
 def load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:

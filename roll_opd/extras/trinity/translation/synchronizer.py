@@ -6,7 +6,7 @@ Trinity-RFT bounds the age of samples by the steps between two transfers of weig
 
 import math
 
-from roll_opd.compat.trinity.reading import Translation
+from roll_opd.extras.trinity.translation.reading import Translation
 
 _ALIASES = {"dynamic_by_explorer": "explorer_driven", "dynamic_by_trainer": "trainer_driven"}
 STYLES = ("fixed", "explorer_driven", "trainer_driven", "fully_async")

@@ -9,7 +9,8 @@ If the default of a key differs between Trinity-RFT and this package, Trinity-RF
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_opd.compat.trinity.keys import (
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.extras.trinity.translation.keys import (
     DEFAULT_REWARDS,
     EVAL_TASKSETS,
     KEYS,
@@ -18,12 +19,11 @@ from roll_opd.compat.trinity.keys import (
     TASKSET,
     TASKSET_KEYS,
 )
-from roll_opd.compat.trinity.model_sections import models
-from roll_opd.compat.trinity.objective import objective
-from roll_opd.compat.trinity.reading import Machine, Translation, sort
-from roll_opd.compat.trinity.sizes import batches, devices, steps, training
-from roll_opd.compat.trinity.synchronizer import synchronizer
-from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.extras.trinity.translation.model_sections import models
+from roll_opd.extras.trinity.translation.objective import objective
+from roll_opd.extras.trinity.translation.reading import Machine, Translation, sort
+from roll_opd.extras.trinity.translation.sizes import batches, devices, steps, training
+from roll_opd.extras.trinity.translation.synchronizer import synchronizer
 from roll_opd.workflows.workflow_checks import BOXED, declared_workflows
 
 INPUT = "buffer.explorer_input"

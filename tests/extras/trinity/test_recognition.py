@@ -2,19 +2,23 @@
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import REPOSITORY
-from roll_opd.planner.pipeline_choice import is_trinity
+from roll_opd.config import translators
+from roll_opd.extras.trinity.translation.recognition import is_trinity
+from roll_opd.planner.build import load_plan
 
 DEMO = REPOSITORY / "examples" / "demo"
 PLANNED_APART = """
 import sys
 from roll_opd.planner.build import load_plan
 load_plan({directory!r}, {name!r})
-print(sorted(name for name in sys.modules if name.startswith("roll_opd.compat")))
+print(sorted(name for name in sys.modules if name.startswith("roll_opd.extras.trinity.translation.")))
 """
 
 
@@ -22,7 +26,7 @@ print(sorted(name for name in sys.modules if name.startswith("roll_opd.compat"))
 def test_a_configuration_of_our_own_imports_no_translation(name: str) -> None:
     code = PLANNED_APART.format(directory=str(DEMO), name=name)
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert (done.stdout, done.stderr) == ("['roll_opd.extras.trinity.translation.recognition']\n", "")
 
 
 @pytest.mark.parametrize(
@@ -56,3 +60,15 @@ def test_a_file_that_cannot_be_read_is_no_trinity(tmp_path: Path) -> None:
     assert not is_trinity(tmp_path / "binary.yaml")
     assert not is_trinity(tmp_path / "missing.yaml")
     assert not is_trinity(tmp_path)
+
+
+def test_a_file_of_two_systems_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text("buffer:\n  batch_size: 2\n")
+    value = "roll_opd.extras.trinity.translation.recognition:TRINITY"
+    found = {name: EntryPoint(name, value, "roll_opd.translators") for name in ("one", "two")}
+    monkeypatch.setattr(translators, "entries", lambda group: found)
+    with pytest.raises(ConfigError, match="one and two"):
+        load_plan(str(tmp_path), "run")
+    monkeypatch.setattr(translators, "entries", lambda group: {"one": EntryPoint("one", "no.where:X", group)})
+    with pytest.raises(ConfigError, match=r"no\.where:X"):
+        load_plan(str(tmp_path), "run")

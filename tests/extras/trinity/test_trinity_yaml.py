@@ -15,12 +15,12 @@ from config_assets import set_key, write_model
 
 from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError
-from roll_opd.compat.trinity.keys import KEYS
-from roll_opd.compat.trinity.reading import Machine
-from roll_opd.compat.trinity.translate import translated
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.config.schema import Top, Worker, keys_of
+from roll_opd.extras.trinity.translation.keys import KEYS
+from roll_opd.extras.trinity.translation.reading import Machine
+from roll_opd.extras.trinity.translation.translate import translated
 from roll_opd.planner.build import load_plan
 from roll_opd.planner.lora_keys import LINEAR
 from tests.pages import DOCS
