@@ -35,8 +35,8 @@ from loglog import Panel, drawn
 from pipeline_run import machine
 from stated_times import SECONDS
 
+from roll_opd.extras.advice.async_simulator import Costs, lognormal, simulate
 from roll_opd.extras.alarm.divergence_alarm import ESS, KL, DivergenceAlarm
-from roll_opd.models.async_simulator import Costs, lognormal, simulate
 from roll_opd.models.group_window import Pace
 from roll_opd.tracking.summary import ACCURACY
 

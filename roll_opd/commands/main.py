@@ -11,8 +11,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_opd import __version__
 from roll_opd.base.addresses import exempt_loopback
@@ -35,6 +36,9 @@ from roll_opd.base.interpreter import REMEDY, lacking
 from roll_opd.base.paths import report_temp_directory
 from roll_opd.commands import demo, serve_teacher
 
+if TYPE_CHECKING:
+    from roll_opd.config.plan import RunPlan
+
 
 @dataclass(frozen=True)
 class Command:
@@ -46,20 +50,39 @@ class Command:
     needs_engines: bool = True  # files in the current directory may then not shadow the engines' packages
 
 
+class Advice(Protocol):
+    """What `roll-opd plan` prints below a plan, or adds to its JSON under the name of the entry point."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the advice as JSON types."""
+
+    def to_text(self, width: int) -> str:
+        """Return the advice as text, at most `width` columns wide."""
+
+
+@dataclass(frozen=True)
+class PlanAdvice:
+    """Advice on a plan: the options of `roll-opd plan` that ask for it, and a function that gives it.
+
+    A package names it as an entry point of the group `roll_opd.plan_advice`. The function returns None if no option
+    asks for advice, and raises ConfigError for a wrong option.
+    """
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    advise: Callable[["RunPlan", argparse.Namespace], Advice | None]
+
+
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    of_run = "predict step times from a synchronous run of this configuration"
-    parser.add_argument("--measured", metavar="RUN_DIR", help=of_run)
-    of_costs = (
-        "predict step times from seconds per step:"
-        " generate=S,teacher=S,train=S,weight_sync=S[,spread=X,longest=X,fixed=X]"
-    )
-    parser.add_argument("--costs", metavar="COSTS", help=of_costs)
-    of_card = "estimate seconds per step from the rates in the data sheet of a card, such as H100"
-    parser.add_argument("--card", metavar="CARD", help=of_card)
-    of_devices = "predict for these numbers of devices (default: the configuration's)"
-    parser.add_argument("--devices", metavar="N[,N]", help=of_devices)
+    with suppress(ImportError):  # `_plan` reports it; other commands need no advice
+        for advice in _plan_advice().values():
+            advice.add_arguments(parser)
+
+
+def _plan_advice() -> dict[str, PlanAdvice]:
+    """Return the advice of other packages by name; raise ImportError if a package cannot be imported."""
+    return {name: load(entry) for name, entry in entries("plan_advice").items()}
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -69,15 +92,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.planner.check_machine import warnings_here
     from roll_opd.planner.describe import to_json
     from roll_opd.planner.plan_text import to_text
-    from roll_opd.planner.schedule_advice import advice_for
 
     try:
         chosen = pipeline_arguments(arguments)
         say = (lambda text: None) if arguments.json else echo
         plan = load_plan(*configuration(arguments), **chosen, runnable=False, say=say)
         plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
-        advice = advice_for(plan, arguments.measured, arguments.costs, arguments.devices, arguments.card)
-    except ConfigError as error:
+        found = {name: advice.advise(plan, arguments) for name, advice in _plan_advice().items()}
+    except (ConfigError, ImportError) as error:
         echo(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
     if uses_user_code(plan) or (plan.workflow and plan.rewards):
@@ -91,10 +113,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         except Exception as error:
             return exit_code(error, is_started=False)
     plan = replace(plan, warnings=tuple(text for text in plan.warnings if text not in plan.refusals))
+    given = {name: advice for name, advice in found.items() if advice}
     if arguments.json:
-        print(json.dumps(to_json(plan) | ({"schedule": advice.to_json()} if advice else {}), indent=2), flush=True)
+        print(json.dumps(to_json(plan) | {name: one.to_json() for name, one in given.items()}, indent=2), flush=True)
     else:
-        print("\n\n".join([to_text(plan, columns()), *([advice.to_text(columns())] if advice else [])]), flush=True)
+        print("\n\n".join([to_text(plan, columns()), *(one.to_text(columns()) for one in given.values())]), flush=True)
     if plan.refusals:
         echo(f"roll-opd: {ConfigError(list(plan.refusals))}", sys.stderr)
         return USER_ERROR

@@ -8,5 +8,4 @@ engines.
 - Memory and sharding: `memory`, `layouts`
 - Order and ages of groups with async rollouts: `group_window`
 - Phases of roles that share devices: `device_phases`
-- Predicted step times: `async_simulator`, `async_advice`
 """

@@ -19,7 +19,7 @@ sampling and learning take turns.
 
 from dataclasses import dataclass
 
-DEPTH = 2  # batches; deeper queues give older samples, but hardly faster steps (see `async_simulator`)
+DEPTH = 2  # batches; deeper queues give older samples, but hardly faster steps (benchmarks/async_runs.md)
 
 
 @dataclass(frozen=True)

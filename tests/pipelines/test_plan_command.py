@@ -60,6 +60,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
     return code, printed.out, " ".join(printed.err.split())
 
 
+@pytest.mark.extras
 def test_plan_advises_a_bound_and_a_split(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("student_train.device_mapping=[0]", "teacher.device_mapping=[0]", "student_infer.device_mapping=[1]")
     code, text, _ = planned(capsys, *words, "--costs", COSTS, "--devices", "8")
@@ -70,6 +71,7 @@ def test_plan_advises_a_bound_and_a_split(capsys: pytest.CaptureFixture[str]) ->
     assert schedule["fastest"]["2"]["step"] < 5
 
 
+@pytest.mark.extras
 def test_costs_of_a_run_are_medians_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first step is left out; stated costs replace measured ones."""
     rows = [
@@ -90,6 +92,7 @@ def test_costs_of_a_run_are_medians_of_its_steps(tmp_path: Path, capsys: pytest.
     assert 0 < costs["spread"] < 1
 
 
+@pytest.mark.extras
 def test_costs_that_mean_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ahead = {"step": 1, "time/step": 1.0, "rollout/async/age_mean": 1.0}
     (tmp_path / "metrics.jsonl").write_text(2 * (json.dumps(ahead) + "\n"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.hardware import CARDS, Card
 from roll_opd.config.plan import CriticPlan, FilePlan, MegatronPlan, RolloutPlan, RunPlan
-from roll_opd.models.async_advice import Work
+from roll_opd.extras.advice.async_advice import Work
 from roll_opd.models.flops import TRAINED, TRAINED_ADAPTERS, forward_flops, keys_seen, sequence_flops
 from roll_opd.models.memory import BYTES
 from roll_opd.models.model_info import ModelInfo, read_model

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from roll_opd.models.async_simulator import Costs, constant, lognormal, simulate
+from roll_opd.extras.advice.async_simulator import Costs, constant, lognormal, simulate
 from roll_opd.models.group_window import Pace
 
 COSTS = Costs(lognormal(1.0, 0.3), score=0.5, learn=2.5, sync=0.1)

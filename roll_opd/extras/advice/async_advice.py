@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from roll_opd.models.async_simulator import Costs, Length, lognormal, simulate
+from roll_opd.extras.advice.async_simulator import Costs, Length, lognormal, simulate
 from roll_opd.models.group_window import Pace
 
 BOUNDS = (0, 1, 2, 4, 8)

@@ -14,8 +14,8 @@ from typing import Any
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.terminal import table, wrapped
 from roll_opd.config.plan import RunPlan
-from roll_opd.models.async_advice import Prediction, Predictor, StepCosts, Work, fastest, spread_of
-from roll_opd.models.card_estimate import Estimate, estimate
+from roll_opd.extras.advice.async_advice import Prediction, Predictor, StepCosts, Work, fastest, spread_of
+from roll_opd.extras.advice.card_estimate import Estimate, estimate
 from roll_opd.tracking.run_directory import METRICS, read_jsonl
 
 SLOTS = 256  # answers that vLLM samples at the same time by default
@@ -33,7 +33,7 @@ HOW = "generate=S,teacher=S,train=S,weight_sync=S in seconds per step, and sprea
 
 
 @dataclass(frozen=True)
-class Advice:
+class ScheduleAdvice:
     """The costs, where they come from, and the predictions for each number of devices."""
 
     costs: StepCosts
@@ -89,7 +89,7 @@ def _estimate_text(found: Estimate) -> str:
 
 def advice_for(
     plan: RunPlan, measured: str | None, stated: str | None, devices: str | None, card: str | None = None
-) -> Advice | None:
+) -> ScheduleAdvice | None:
     """Return the advice for a plan, from the options of `roll-opd plan`; None if no costs are given.
 
     Args:
@@ -129,7 +129,7 @@ def advice_for(
     costs = StepCosts(**found)
     predictor = Predictor(costs, work)
     now = predictor.predict(work.engines, work.training, plan.async_generation_ratio, is_shared=work.is_shared)
-    return Advice(
+    return ScheduleAdvice(
         costs,
         ", ".join(origin),
         now,

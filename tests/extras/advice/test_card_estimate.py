@@ -11,7 +11,7 @@ import pytest
 
 from roll_opd.base.hardware import CARDS
 from roll_opd.commands.main import main
-from roll_opd.models.card_estimate import Rates, generation_seconds, rates, read_bytes
+from roll_opd.extras.advice.card_estimate import Rates, generation_seconds, rates, read_bytes
 from roll_opd.models.model_info import ModelInfo, read_model
 
 MODELS = Path(__file__).parents[2] / "examples/demo/models"

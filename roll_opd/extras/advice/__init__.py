@@ -1,0 +1,1 @@
+"""Advice on the schedule: step times, simulated for other splits of devices and other age bounds."""
