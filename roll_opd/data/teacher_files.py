@@ -19,7 +19,7 @@ from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.data_report import WHOLE_TOO_LONG, DataReport, FileReport
 from roll_opd.data.dataset import DEFAULT_STREAM, Prompt, check_report
 from roll_opd.data.rows import BadRow, DataError
-from roll_opd.data.teacher_formats import INCONSISTENT, VOCABULARY_KEY, FileFormat, lists, packing_of, recognised
+from roll_opd.data.teacher_formats import INCONSISTENT, VOCABULARY_KEY, FileFormat, lists, recognised
 from roll_opd.data.teacher_scores import Expected, TeacherScores, problem
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ class _Place:
 class TeacherFile:
     """A parquet file of scored answers. Raises DataError if the file cannot be read or has another format."""
 
-    def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", packing: str | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", compression: str | None = None) -> None:
+        self.path, self._tokenizer = path, tokenizer
         with self._opened() as file:
             schema, self.groups = file.schema_arrow, file.num_row_groups
             self.rows = file.metadata.num_rows
-        self.format: FileFormat = recognised(path, schema, tokenizer, packing)
+        self.format: FileFormat = recognised(path, schema, compression)
         self._has_ids = "id" in schema.names
         self._read: OrderedDict[int, list[tuple[str, TeacherScores | BadRow]]] = OrderedDict()
 
@@ -66,7 +66,7 @@ class TeacherFile:
             with self._opened() as file:
                 table: pa.Table = file.read_row_group(number, columns=columns)
             ids = [str(value) for value in table["id"].to_pylist()] if self._has_ids else [""] * table.num_rows
-            self._read[number] = list(zip(ids, self.format.decode(table), strict=True))
+            self._read[number] = list(zip(ids, self.format.decode(table, self._tokenizer), strict=True))
         return self._read[number]
 
     def _opened(self) -> Any:
@@ -138,7 +138,7 @@ class ScoredSet:
 
 
 def open_teacher_files(
-    plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", expected: Expected, packing: str | None = None
+    plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", expected: Expected, compression: str | None = None
 ) -> tuple[ScoredSet, DataReport]:
     """Check every row of `plan.files` in one pass. Returns (rows, report): the usable rows, and a report on all rows.
 
@@ -148,7 +148,7 @@ def open_teacher_files(
 
     Raises DataError if a row is refused, or if no row is usable.
     """
-    files = [TeacherFile(Path(name), tokenizer, packing) for name in plan.files]
+    files = [TeacherFile(Path(name), tokenizer, compression) for name in plan.files]
     places: list[_Place] = []
     reports: list[FileReport] = []
     longest = 0
@@ -190,7 +190,7 @@ class FileFacts:
     topk: int | None  # size of the smallest top-k; None: no top-k
 
 
-def facts_of(files: Sequence[str], packing: str | None) -> FileFacts:
+def facts_of(files: Sequence[str], compression: str | None) -> FileFacts:
     """Return the facts of teacher files, from a small part of each file. Raises DataError for an unreadable file."""
     vocabularies, sizes = [], []
     for name in files:
@@ -198,8 +198,8 @@ def facts_of(files: Sequence[str], packing: str | None) -> FileFacts:
             schema = file.schema_arrow
             if (value := (schema.metadata or {}).get(VOCABULARY_KEY)) is not None:
                 vocabularies.append(int(value))
-            if "bytepacked_indices" in schema.names:
-                sizes.append(packing_of(Path(name), packing).k)
+            if (topk := recognised(Path(name), schema, compression).topk) is not None:
+                sizes.append(topk)
             elif "teacher_topk_ids" in schema.names:
                 first = next(file.iter_batches(1, columns=["teacher_topk_ids"]), None)
                 rows = lists(first["teacher_topk_ids"]) if first is not None else []

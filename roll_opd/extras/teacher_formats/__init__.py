@@ -1,0 +1,1 @@
+"""Formats of teacher files that other programs write."""
