@@ -1,10 +1,14 @@
-"""The core without `roll_opd/extras`: it plans, and scores with `remote`, `format` and a short `math_rule`."""
+"""The core without `roll_opd/extras` plans, distils and validates with `remote`, `format` and a short `math_rule`."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -65,6 +69,74 @@ def test_the_core_plans_and_scores_without_extras(core: Path) -> None:
     assert found["pipelines"] == ["dpo", "offline_distill", "rlvr", "sft"]
     assert found["terms"] == ["format", "math_rule", "remote"] and found["modes"] == ["pure", "mixed"]
     assert found["scores"] == list(ANSWERS.values())
+
+
+class Scorer(BaseHTTPRequestHandler):
+    """Gives every sample the reward 0.5."""
+
+    def do_POST(self) -> None:
+        samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
+        body = json.dumps({"rewards": [0.5] * len(samples)}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def scorer() -> Iterator[str]:
+    """The URL of a server of rewards."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scorer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.mark.nightly
+def test_a_step_of_the_core_alone(core: Path, scorer: str, tmp_path: Path) -> None:
+    """The rewards of three domains are in the records, and the run states that it has no report."""
+    rows = [json.loads(line) for line in (REPOSITORY / "examples/demo/data/train.jsonl").read_text().splitlines()]
+    tags = ("math_rule", "shape", "far")
+    for name, number in (("train", 48), ("val", 6)):
+        tagged = [{**row, "tag": tags[place % 3]} for place, row in enumerate(rows[:number])]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tagged))
+    words = [
+        *("+rewards.shape.worker_cls=format", "+rewards.shape.tag_included=[shape]"),
+        *("+rewards.far.worker_cls=remote", f"+rewards.far.url={scorer}", "+rewards.far.tag_included=[far]"),
+        *("rewards.math_rule.tag_included=[math_rule]", "rollout_batch_size=12", "num_return_sequences_in_group=2"),
+        f"actor_train.data_args.file_name=[{tmp_path / 'train.jsonl'}]",
+        f"validation.data_args.file_name={tmp_path / 'val.jsonl'}",
+        *("actor_train.training_args.per_device_train_batch_size=12", "max_steps=1", "save_steps=1", "eval_steps=1"),
+        "logged_samples_per_step=24",
+        *("actor_train.training_args.gradient_accumulation_steps=2", f"output_dir={tmp_path / 'output'}"),
+    ]
+    command = [sys.executable, "-m", "roll_opd", "run", "rlvr", "examples/demo/rlvr_opd.yaml", *words]
+    environment = {**os.environ, "PYTHONPATH": str(core)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=core, env=environment, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = (tmp_path / "output/demo_mixed/latest").resolve()
+    samples = [json.loads(line) for line in (run / "validation_samples.jsonl").read_text().splitlines()]
+    rewards = {tag: {row["reward"] for row in samples if row["tag"] == tag} for tag in tags}
+    assert rewards["far"] == {0.5} and rewards["shape"] <= {0.0, 1.0} and rewards["math_rule"] <= {0.0, 1.0}
+    (model,) = run.glob("checkpoints/*/hf")
+    assert (model / "config.json").is_file() and not (model / "README.md").exists()
+    assert "No report was written" in done.stdout and not (run / "report.html").exists()
+
+
+@pytest.mark.nightly
+def test_the_layers_of_the_core_alone(tmp_path: Path) -> None:
+    """The tests of architecture and of the entry points pass in a copy without extras."""
+    shutil.copytree(REPOSITORY / "roll_opd", tmp_path / "roll_opd", ignore=shutil.ignore_patterns("extras", "*.pyc"))
+    for name in ("conftest.py", "bytecode.py", "groups.py", "test_architecture.py", "base/test_entry_points.py"):
+        (tmp_path / "tests" / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / "tests" / name, tmp_path / "tests" / name)
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.extras
