@@ -186,7 +186,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
         run = write_run(tmp_path / f"{number}", response=text, **dict.fromkeys(names, text))
         with (run.path / METRICS).open("a") as file:
             file.write(json.dumps({"step": 6, text: 1.0}) + "\n")
-        given = {"steps": 6, "warnings": [text], "teacher_preflight": {text: [{"check": text, "verdict": text}]}}
+        given = {"steps": 6, "warnings": [text], "preflight": {text: [{"check": text, "verdict": text}]}}
         run.summary_file.write_text(json.dumps({**given, "versions": {text: text}}))
         run.config_file.write_text(yaml.safe_dump({"exp_name": text}))
         raw = write_report(run.path).read_bytes()
