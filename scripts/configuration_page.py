@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -140,9 +141,9 @@ def _default(item: Field[Any]) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def table(section: type[Section]) -> str:
-    """Return a section of the page: its heading and the table of its keys."""
-    rows = ["| key | type | default | meaning | origin |", "|---|---|---|---|---|"]
+def rows(section: type[Section]) -> dict[str, str]:
+    """Return key -> row of the section's table."""
+    found: dict[str, str] = {}
     for item in fields(section):
         if item.name not in schema.keys_of(section) or item.name in schema.keys_of(BASES.get(section, Section)):
             continue
@@ -150,9 +151,23 @@ def table(section: type[Section]) -> str:
         meaning, origin = item.metadata["meaning"], item.metadata["origin"]
         meaning += f"; also `{item.metadata['also']}`" if item.metadata["also"] else ""
         cells = (f"`{item.name}`", type_text(annotation), _default(item), meaning, origin)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    about = inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
-    return f"## {title(section)}\n\n{about}\n\n" + "\n".join(rows)
+        found[item.name] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return found
+
+
+def table(section: type[Section]) -> str:
+    """Return a section of the page: its heading, links to rows of earlier tables, and the table of its other keys."""
+    own, shared = rows(section), []
+    for earlier in takewhile(lambda one: one is not section, sections()):
+        keys = [name for name, row in rows(earlier).items() if own.get(name) == row]
+        own = {name: row for name, row in own.items() if name not in keys}
+        if keys:
+            names = ", ".join(f"`{name}`" for name in keys)
+            shared.append(f"As in [{title(earlier)}](#{anchor(title(earlier))}): {names}.")
+    parts = [f"## {title(section)}", inspect.cleandoc(section.__doc__ or "").replace("\n", " "), *shared]
+    if own:
+        parts.append("\n".join(("| key | type | default | meaning | origin |", "|---|---|---|---|---|", *own.values())))
+    return "\n\n".join(parts)
 
 
 def page() -> str:
