@@ -66,7 +66,6 @@ class Outage(Generic[Job]):
         attempt: Callable[[Any], Coroutine[Any, Any, Any]],
         problem: Callable[[Any], Problem | None],
         settle: Callable[[Job, Any], None],
-        end: Callable[[RunError], None],
     ) -> None:
         """Create an outage that is not in progress.
 
@@ -75,10 +74,9 @@ class Outage(Generic[Job]):
             attempt: runs an item and returns its answer.
             problem: returns the failure that an answer states, or None for a success.
             settle: gives a job its answer.
-            end: lets all jobs that are not held fail with an error.
         """
         self._name, self._attempt, self._problem = name, attempt, problem
-        self._settle, self._end = settle, end
+        self._settle = settle
         self.control: Any = None  # item of the last job that succeeded
         self.is_on = False
         self._held: list[Job] = []
@@ -103,7 +101,10 @@ class Outage(Generic[Job]):
         return seconds
 
     async def test(self) -> None:
-        """Decide about the held jobs, until none is left."""
+        """Decide about the held jobs, until none is left.
+
+        Raises RunError if an outage does not end. The held jobs then fail with this error, or any other.
+        """
         try:
             while jobs := self._needed():
                 (answer,) = await self._answers([self.control])
@@ -114,6 +115,10 @@ class Outage(Generic[Job]):
                 problems = [self._settled(job, answer) for job, answer in zip(jobs, answers, strict=True)]
                 if doubtful := next(filter(None, problems), None):
                     await self._wait(doubtful, [])
+        except Exception as error:
+            for job in self._held:
+                job.fail(error)
+            raise
         finally:
             self._is_testing = False
 
@@ -158,7 +163,10 @@ class Outage(Generic[Job]):
                 if None in map(self._problem, [*again, answer]):
                     return warn(f"{self._name}: works again after {seconds:.1f} s; {len(jobs)} failed jobs run again")
                 if seconds > limit == LIMIT_S:
-                    return self._give_up(seconds, problem)
+                    raise RunError(
+                        f"{self._name}: jobs have failed for {seconds:.0f} s; the last failure: {problem.message};"
+                        " restore what the jobs need, and resume the run"
+                    )
                 if seconds > limit and len(jobs) < max(MANY, self._successes - successes):
                     return self._of_jobs.add(problem.kind)
                 if seconds > limit:
@@ -176,12 +184,3 @@ class Outage(Generic[Job]):
             else "a job fails again, but one that had succeeded does not. It is repeated, and the other jobs continue"
         )
         warn(f"{self._name}: {what}, for up to {limit:g} s ({problem.kind}: {problem.message})")
-
-    def _give_up(self, seconds: float, problem: Problem) -> None:
-        error = RunError(
-            f"{self._name}: jobs have failed for {seconds:.0f} s; the last failure: {problem.message}; restore what the"
-            " jobs need, and resume the run"
-        )
-        self._end(error)
-        for job in self._held:
-            job.fail(error)

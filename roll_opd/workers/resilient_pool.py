@@ -156,9 +156,7 @@ class ResilientPool(Generic[Item, Result]):
         self._max_lost, self._numbers = max_lost, itertools.count()
         self._lost: set[int] = set()  # numbers of the lost workers that no job has caused
         self._failure = failure
-        self._outage: Outage[_Job[Item, Result]] = Outage(
-            name, self._attempt, self._problem, self._settle_now, self._break
-        )
+        self._outage: Outage[_Job[Item, Result]] = Outage(name, self._attempt, self._problem, self._settle_now)
 
     async def start(self) -> None:
         """Start the workers and wait until they are ready."""

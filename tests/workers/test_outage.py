@@ -23,6 +23,7 @@ class Service:
 
     def __init__(self, seed: int) -> None:
         self.random, self.is_up, self.sent = random.Random(seed), True, Counter[Any]()
+        self.raises = False
         self.stores, self.stored = False, set[str]()  # whether the answers to repeated items are stored
 
     def __call__(self, _: int) -> "Service":
@@ -33,6 +34,8 @@ class Service:
     def kill(self) -> None: ...
 
     async def run(self, items: Sequence[str]) -> AsyncGenerator[Answers, None]:
+        if self.raises:
+            raise ValueError(FAILS)
         for place, item in enumerate(items):
             self.sent[item] += 1
             needs = self.random.randrange(3)  # turns before the service is asked, and after it
@@ -162,7 +165,17 @@ def test_a_long_outage_ends_the_run_and_unneeded_jobs_do_not_wait(monkeypatch: p
         found += await asyncio.gather(pool.submit("later"), return_exceptions=True)
         assert all(isinstance(one, RunError) and FAILS in str(one) for one in found)
 
+    async def broken(pool: ResilientPool, service: Service) -> None:
+        assert await pool.submit("good") == "good"
+        service.is_up = False
+        jobs = [pool.submit(f"good {n}") for n in range(4)]
+        await asyncio.sleep(0.01)
+        service.raises = True  # the repetitions of the held jobs find a process that does not answer
+        found = await asyncio.gather(*jobs, return_exceptions=True)
+        assert all(isinstance(one, RunError) and FAILS in str(one) for one in found)
+
     play(cancelled)
+    play(broken)
     monkeypatch.setattr(outage, "LIMIT_S", 0.05)
     play(ended)
 
