@@ -2,8 +2,9 @@
 
     python tests/pipelines/outages.py PLACE JSON [--seconds N]
 
-The roles start once, and each run is a complete run in which the service ends (SIGKILL) or stops (SIGSTOP) after the
-first step, and returns later. Each run adds a row to JSON; runs that it contains already are left out.
+The roles start once, and each run is a complete run in which the service ends (SIGKILL), stops (SIGSTOP) or answers
+with errors after the first step, and returns later. Each run adds a row to JSON; runs that it contains already are left
+out.
 """
 
 import argparse
@@ -70,6 +71,11 @@ class AsksAService(Workflow):
         return [response]
 """
 
+SIGNALS = {  # that begin and end an outage
+    "hangs": (signal.SIGSTOP, signal.SIGCONT),
+    "answers 503": (signal.SIGUSR1, signal.SIGUSR1),
+    "answers with garbage": (signal.SIGUSR2, signal.SIGUSR2),
+}
 REWARD = """
 import functools
 import json
@@ -99,8 +105,16 @@ def serve(port: int) -> None:
     sys.argv = ["service", "teacher"]
     import teacher_server
 
+    faults: set[str] = set()
+    for how, (number, _) in SIGNALS.items():
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda *_, how=how: faults.symmetric_difference_update({how}))
+
     class Handler(teacher_server.Handler):
         def do_POST(self) -> None:
+            if faults:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                return self._send({}, 503) if "503" in str(faults) else self._send({"data": "<html>"}, cut=True)
             if self.path == "/score":
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 return self._send({"rewards": [float(len(str(sample)) % 2) for sample in body["samples"]]})
@@ -142,11 +156,11 @@ class Service:
         self._process.wait()
 
     def fail(self, how: str, seconds: float) -> None:
-        """Be away for some seconds: `down` or `hangs`."""
-        if how == "hangs":
-            self._process.send_signal(signal.SIGSTOP)
-            time.sleep(seconds)
-            self._process.send_signal(signal.SIGCONT)
+        """Be away for some seconds: `down` or as in `SIGNALS`."""
+        if how in SIGNALS:
+            for number, pause in zip(SIGNALS[how], (seconds, 0), strict=True):
+                self._process.send_signal(number)
+                time.sleep(pause)
             return
         self.end()
         time.sleep(seconds)
@@ -315,11 +329,13 @@ def fates(path: Path) -> dict[str, Any]:
 RESUMED = "down, stopped and resumed"
 KINDS = ("workflow", "environment", "reward", "reward, retries of 0.5 s", "judge", "judge, retries of 0.5 s", "teacher")
 KINDS += ("own reward",)  # that stores its answers, and asks for three of four samples
+ANSWERED = ("workflow", "reward, retries of 0.5 s", "judge, retries of 0.5 s", "teacher")
 CELLS = [
     *((kind, how, seconds, s) for seconds, how in ((1, "down"), (5, "hangs")) for kind in KINDS for s in (0, 1)),
     *((kind, "down", 15, number % 2) for number, kind in enumerate(KINDS)),
     *((kind, "down", 60, s) for kind, s in (("workflow", 1), ("reward", 0), ("environment", 1), ("teacher", 0))),
     *((kind, "down", 60, s) for kind, s in (("judge, retries of 0.5 s", 0), ("own reward", 1))),
+    *((kind, how, 5, s) for s, how in enumerate(("answers 503", "answers with garbage")) for kind in ANSWERED),
     *((kind, "hangs", 30, s) for kind, s in (("environment", 0), ("judge", 1), ("teacher", 1), ("workflow", 0))),
 ]
 
