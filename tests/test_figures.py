@@ -1,5 +1,6 @@
 """A figure about the project stands on one page, and a test or a program measures it."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -43,3 +44,18 @@ def test_a_figure_about_the_project_stands_once_and_is_measured() -> None:
         for text, value in figures.items():
             if value:
                 assert value() == int(text.partition(" ")[0]), text
+
+
+def test_the_runs_with_outages_are_those_of_the_page() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/outages.json").read_text(encoding="utf-8"))
+    assert {(run["exit"], run["steps"], run["trained"], run["failed"], run["filtered"]) for run in runs} == {
+        (0, 5, 40, 0, 0)
+    }
+    assert not any(run["audit"] for run in runs)
+    waits = [
+        sum(run["outage"].values()) - run["seconds away"] for run in runs if run["how"] == "down" and run["outage"]
+    ]
+    page = " ".join((ROOT / "docs/failures.md").read_text(encoding="utf-8").split())
+    resumed = sum("exits" in run for run in runs)
+    for figure in (f"{len(runs)} runs", f"{resumed} of them", f"most {max(waits):.0f} s after the service"):
+        assert figure in page, figure
