@@ -6,7 +6,8 @@ numbers are therefore the complete state.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from copy import copy
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
@@ -51,6 +52,12 @@ class DrawOrder:
         self.taken = np.zeros(len(members), dtype=np.int64)  # prompts taken from each stream
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # stream -> (epoch, permutation), cached
 
+    def copy(self) -> "DrawOrder":
+        """Return an independent sequence at the same position."""
+        other = copy(self)
+        other.taken, other._orders = self.taken.copy(), dict(self._orders)
+        return other
+
     def take(self, n: int) -> list[int]:
         """Return the next `n` prompt numbers."""
         return [self._next() for _ in range(n)]
@@ -93,6 +100,8 @@ class TaskSource(Protocol):
     def peek(self, n: int) -> list[Prompt]: ...
 
     def skip(self, n: int) -> None: ...
+
+    def copy(self) -> Self: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -147,6 +156,12 @@ class PromptSource:
     def skip(self, n: int) -> None:
         """Advance the position by `n` prompts."""
         self._order.take(n)
+
+    def copy(self) -> Self:
+        """Return a source at the same position, which advances independently. Both have the same demonstrations."""
+        other = copy(self)
+        other._order = self._order.copy()
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON types.

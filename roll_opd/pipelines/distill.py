@@ -9,6 +9,7 @@ from functools import partial
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
+from roll_opd.models.group_window import Pace
 from roll_opd.objective.algorithms import loss_facts
 from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
@@ -23,7 +24,8 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
 from roll_opd.rollout.finished_groups import FinishedGroup
-from roll_opd.rollout.producer import Gate, Rollouts, check_failed_rate
+from roll_opd.rollout.limits import check_failed_rate
+from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
@@ -104,7 +106,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
                 rollouts.gate.publish(step)
             with clock.phase("reward"):  # rewards that are only monitored
                 samples = await batch.with_rewards(samples)
-            metrics |= sample_metrics(samples, plan) | batch.ahead_metrics() | failed
+            metrics |= sample_metrics(samples, plan) | ({} if in_turns else batch.ahead_metrics()) | failed
             metrics |= workers.scorers.step_metrics([s for s in samples if not s.demonstration])
             metrics |= await (concurrent.after(step) if concurrent else run.validation(step, partial(validate, step)))
             metrics |= rollouts.drain_metrics()
@@ -121,10 +123,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
 
 
 def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
-    """Return the object that produces the batches of the run.
-
-    Sampling and training take turns, except with async rollouts.
-    """
+    """Return the object that produces the batches of the run."""
     plan = run.plan
     assert plan.rollout is not None
     context = RolloutContext(
@@ -139,17 +138,23 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
         exclude_failed=not plan.rewards_are_monitored,
         progress=run.progress,
     )
+    passes = _group_filter(plan)
     return Rollouts(
         context,
         run.source,
-        Gate(run.steps_done, plan.async_generation_ratio, plan.async_depth),
+        Gate(run.steps_done),
         range(run.steps_done, plan.max_steps),
-        plan.rollout_batch_size,
-        plan.extra_prompts,
-        _group_filter(plan),
+        Pace.of(
+            plan.rollout_batch_size,
+            plan.async_generation_ratio,
+            plan.async_depth,
+            is_strict=plan.deterministic,
+            reserve=plan.extra_prompts if passes else 0,
+        ),
+        passes,
         plan.min_batch_fraction,
         plan.demonstrations.rows_per_step if plan.demonstrations else 0,
-        in_rounds=plan.deterministic and plan.async_generation_ratio > 0,
+        in_rounds=plan.deterministic,
         restored=_restored(run),
     )
 

@@ -5,7 +5,7 @@ rollout waits for these rewards only if a filter needs them. Teachers and refere
 order in which the runs of an engine end. If an engine is deterministic, this order does not depend on timing, so the
 same samples are always packed together. If groups run ahead and the learner waits, incomplete chunks are scored too.
 
-`Selection` chooses groups of runs. A `Batch` holds the samples of one training step.
+A `Batch` holds the samples of one training step.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from roll_opd.base.terminal import warn
 from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
-from roll_opd.objective.filters import GroupFilter
+from roll_opd.rollout.finished_groups import FinishedGroup
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import sampling_versions, tokens_by_version
@@ -99,7 +99,6 @@ async def roll_out(
     rewards: PendingRewards,
     first_draw: int,
     wait_for_rewards: bool = False,
-    first_group: int = 0,
     urgent: asyncio.Event | None = None,
 ) -> AsyncGenerator[tuple[int, list[Sample] | None], None]:
     """Run the workflow `sampling.n` times on each prompt, and yield the result of each run when it ends.
@@ -109,14 +108,14 @@ async def roll_out(
     are aborted if the iteration ends early.
 
     Args:
-        first_draw: draw number of the first prompt. Group ids and sample seeds depend on the draw number.
+        first_draw: draw number of the first prompt. Group ids, sample seeds and the engine of a group depend on the
+            draw number, so they are the same in a resumed run.
         wait_for_rewards: whether a run is yielded only when its samples have their rewards. If False, rewards may still
             be pending.
-        first_group: group number of the first prompt. The engine of a group depends on the group number.
         urgent: while it is set, samples are scored without waiting for complete chunks.
     """
     n, sampler, temperature = context.sampling.n, context.sampler, context.sampling.temperature
-    engines = [sampler.engine_of(first_group + number // n) for number in range(len(prompts) * n)]
+    engines = [sampler.engine_of(first_draw + number // n) for number in range(len(prompts) * n)]
     logprobs = ChunkedLogprobs(context.scorers, temperature, context.chunk_samples, engines, urgent)
     models = context.scorers
     generated, read = Count("generated", len(engines)), Count("log-probs", len(engines))
@@ -131,7 +130,7 @@ async def roll_out(
             """
             position, attempt = divmod(number, n)
             task = Task(prompts[position], first_draw + position, attempt, n, context.is_eval)
-            model = Model(session, task, first_group + position, context.seed, context.sampling)
+            model = Model(session, task, context.seed, context.sampling)
             made = await context.workflow.run(task, model)
             WAITS.moved()
             generated.one()
@@ -232,69 +231,6 @@ def _timed(context: RolloutContext) -> Iterator[ExitStack]:
             yield generating
 
 
-class Selection:
-    """Selects the first groups that pass a filter.
-
-    The groups are considered in the order of their prompts, not in the order in which they finish.
-    """
-
-    def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
-        # run number in the group -> samples, or None for a failed run
-        self._runs: list[dict[int, Sequence[Sample] | None]] = [{} for _ in range(groups)]
-        self._passed: list[bool | None] = [None] * groups  # None: some runs have not ended
-        self._n, self._wanted, self._filter = n, wanted, group_filter
-        self._used = 0
-        self._chosen: list[int] = []
-
-    def add(self, number: int, samples: Sequence[Sample] | None) -> None:
-        """Add the samples of a run. The run has the index `number % n` in the group `number // n`.
-
-        `samples` is None if the run failed. A group without a sample does not pass.
-        """
-        group, run = divmod(number, self._n)
-        self._runs[group][run] = samples
-        if len(self._runs[group]) == self._n:
-            of_group = self.samples_of(group)
-            self._passed[group] = bool(of_group) and (self._filter is None or self._filter(of_group))
-            self._advance()
-
-    def _advance(self) -> None:
-        """Consider the groups in order, until enough groups are chosen or a group is not decided yet."""
-        while self._used < len(self._passed) and not self.enough and self._passed[self._used] is not None:
-            if self._passed[self._used]:
-                self._chosen.append(self._used)
-            self._used += 1
-
-    @property
-    def decided(self) -> dict[int, bool]:
-        """Map from group to whether the group has passed. It has only groups whose runs have all ended."""
-        return {group: passed for group, passed in enumerate(self._passed) if passed is not None}
-
-    @property
-    def used(self) -> int:
-        """Number of groups up to the last group that is needed. The prompts of later groups count as not drawn."""
-        return self._used
-
-    @property
-    def chosen(self) -> list[int]:
-        """Numbers of the selected groups, in ascending order. There are at most `wanted`."""
-        return self._chosen
-
-    @property
-    def enough(self) -> bool:
-        """Whether enough groups are chosen. Further runs do not change the selection then."""
-        return len(self._chosen) == self._wanted
-
-    def samples_of(self, group: int) -> list[Sample]:
-        """Return the samples of a group, in the order of its runs."""
-        return [sample for run in range(self._n) for sample in self._runs[group][run] or ()]
-
-    def failed_runs(self, group: int) -> int:
-        """Return the number of runs of a group that failed. Such a run has no samples, or an excluded one."""
-        runs = self._runs[group].values()
-        return sum(samples is None or any(sample.excluded for sample in samples) for samples in runs)
-
-
 @dataclass
 class Batch:
     """The samples of one step, and the state of the prompt source after the prompts of these samples."""
@@ -311,7 +247,7 @@ class Batch:
     failed: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass, and had failed runs
     failed_draws: list[int] = field(default_factory=list)
     failed_runs: int = 0  # failed runs of the prompts in `failed`
-    # oldest and newest version of each draw, if groups run ahead
+    # oldest and newest version of each draw
     sampled_by: list[list[int]] = field(default_factory=list)
     generated_tokens: int = 0  # sampled tokens of all groups, including groups that did not pass
     demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
@@ -319,7 +255,31 @@ class Batch:
     # for a checkpoint: the state in which prompts of later batches are not drawn yet
     source_state: dict[str, Any] = field(default_factory=dict)
     epochs: float = 0.0  # passes over the prompts
-    schedule: dict[str, float] = field(default_factory=dict)  # metrics of async rollouts
+    schedule: dict[str, float] = field(default_factory=dict)  # metrics of the producer since the last batch
+
+    def add(self, prompt: Prompt, group: FinishedGroup, rewards: PendingRewards) -> None:
+        """Add the next group to the batch.
+
+        The prompt of a group that has not passed is listed as failed or filtered.
+        """
+        self.generated_tokens += sum(sample.action_tokens for sample in group.samples)
+        if not group.passed and group.failed_runs:
+            self.failed.append(prompt)
+            self.failed_draws.append(group.draw)
+            self.failed_runs += group.failed_runs
+        elif not group.passed:
+            self.filtered.append(prompt)
+            self.filtered_draws.append(group.draw)
+        else:
+            self.prompts.append(prompt)
+            self.draws.append(group.draw)
+            sampled_by = set[int]().union(*(sampling_versions(sample.versions) for sample in group.samples))
+            pair = min(sampled_by, default=self.version), max(sampled_by, default=self.version)
+            self.sampled_by.append(list(pair))
+            self.samples += group.samples
+            self.group_sizes.append(len(group.samples))
+            if rewards not in self.rewards:
+                self.rewards.append(rewards)
 
     @property
     def versions(self) -> Counter[int]:
@@ -327,12 +287,10 @@ class Batch:
         return tokens_by_version(sample.versions for sample in self.samples)
 
     def ahead_metrics(self) -> dict[str, float]:
-        """Return the metrics `rollout/async/*`. The map is empty if generation and training take turns.
+        """Return the metrics `rollout/async/*`: waiting times, counts of groups, and ages of the sampled tokens.
 
-        The metrics are waiting times, counts of groups, and the ages of the sampled tokens in versions.
+        The ages are in versions.
         """
-        if not self.schedule:
-            return {}
         tokens = self.versions
         ages = sorted((self.version - version, count) for version, count in tokens.items())
         total, below, p95 = sum(tokens.values()), 0, 0
@@ -381,7 +339,7 @@ class Batch:
                 kept.append(place)
             begin += size
         self.prompts, self.draws = [self.prompts[n] for n in kept], [self.draws[n] for n in kept]
-        self.sampled_by = [self.sampled_by[n] for n in kept] if self.sampled_by else []
+        self.sampled_by = [self.sampled_by[n] for n in kept]
 
     async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
         """Wait for the missing rewards of the batch's samples, and return the samples with these rewards."""

@@ -38,10 +38,10 @@ class Task:
 
 
 class Model:
-    """The student's model for one run. Runs of the same group use the same engine."""
+    """The student's model for one run. Runs of the same draw use the same engine."""
 
-    def __init__(self, session: SamplingSession, task: Task, group: int, seed: int, sampling: SamplingPlan) -> None:
-        self.group, self.sampling = group, sampling
+    def __init__(self, session: SamplingSession, task: Task, seed: int, sampling: SamplingPlan) -> None:
+        self.group, self.sampling = task.draw, sampling
         self._session, self._task, self._seed = session, task, seed
         self._calls = 0
 

@@ -48,7 +48,7 @@ class LedgerRow:
 
     step: int
     fates: Mapping[str, list[int]]  # fate -> draws
-    versions: list[tuple[int, int]]  # (oldest, newest) of each trained draw; empty if no groups run ahead
+    versions: list[tuple[int, int]]  # (oldest, newest) of each trained draw; rows of earlier versions may have none
     checksum: int
     run: str | None  # id of the run, in the first row
     content: Mapping[str, Any] = field(repr=False)  # the row as it was written, for the checksum

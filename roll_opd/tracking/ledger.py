@@ -11,8 +11,8 @@ The keys of a row:
 - `filtered`: draws whose group a filter rejected, or whose runs returned no sample on purpose.
 - `failed`: draws that were not trained on because runs or rewards of their group failed. Either no sample is left, or
   the failure makes the group unusable (`replace`), or a filter rejected the rest of the group.
-- `versions`: [oldest, newest] weight version of each draw in `trained`, in the order of `trained`. The key exists only
-  with async rollouts. With these versions, the run can be repeated in the same order.
+- `versions`: [oldest, newest] weight version of each draw in `trained`, in the order of `trained`. With these
+  versions, the run can be repeated in the same order. Rows of earlier versions have the key only with async rollouts.
 - `run`: id of the run, as in `run.json`; only in the first row.
 - `checksum`: see `ledger_checksum`.
 

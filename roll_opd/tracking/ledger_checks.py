@@ -285,7 +285,7 @@ def _metrics(facts: Facts) -> Iterator[str]:
         logged = metrics.get(LARGEST_AGE)
         if logged is not None and row.fates["trained"] and not ages:
             yield f"step {row.step}: {METRICS} has ages of samples, but {LEDGER} has no versions"
-        elif metrics and ages and logged is None:
+        elif metrics and ages and logged is None and (max(ages) > 0 or facts.bound(row.step)):
             yield f"step {row.step}: {LEDGER} has versions, but {METRICS} has no ages of samples"
         elif logged is not None and ages:  # the samples of failed draws count in the metric
             failed = bool(row.fates.get("failed"))

@@ -131,11 +131,32 @@ def test_strict_order_gives_the_same_batches_under_any_timing() -> None:
         assert Schedule(Pace.of(5, 2), seed).run().trained == expected
 
 
+def test_the_first_that_pass_are_taken_in_any_order_of_finishing_and_the_others_are_withdrawn() -> None:
+    """With a reserve; `taken` is a loop over the numbers in order."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        groups, reserve, batches, start = rng.randint(1, 6), rng.randint(0, 6), 3, rng.randint(0, 5)
+        passing = [[rng.random() < 0.6 for _ in range(200)] for _ in range(batches)]  # a group may pass or not later
+        window = GroupWindow(Pace.of(groups, 0, reserve=reserve), 0, batches, start=start)
+        for version in range(batches):
+            window.publish(version)
+            taken = [number for number in range(start, 200) if passing[version][number]][:groups]
+            running: list[int] = []
+            while (batch := window.take()) is None:
+                assert window.running + window.finished + window.room == groups + reserve
+                running += window.admit(rng.randint(bool(not running), window.room))
+                number = running.pop(rng.randrange(len(running)))
+                window.decide(number, passed=passing[version][number])
+            assert batch == taken
+            start = taken[-1] + 1
+            assert window.next == start or not reserve
+            assert not (window.room or window.running or window.finished)
+        assert window.is_complete
+
+
 def test_wrong_calls_are_refused() -> None:
     window = GroupWindow(Pace.of(2, 1), 0, 3)
     assert list(window.admit(window.room)) == [0, 1, 2, 3] and window.room == 0
-    window.withdraw(1)
-    assert list(window.admit(1)) == [3]
     window.decide(1, passed=True)
     with pytest.raises(ValueError, match="group 1 is not running"):
         window.decide(1, passed=True)

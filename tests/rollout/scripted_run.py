@@ -57,8 +57,7 @@ class Case:
 
     @property
     def pace(self) -> Pace:
-        pace = Pace.of(self.groups, self.bound, self.depth)
-        return replace(pace, window=1) if self.in_rounds else pace
+        return Pace.of(self.groups, self.bound, self.depth, is_strict=self.in_rounds)
 
 
 @dataclass

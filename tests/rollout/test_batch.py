@@ -23,6 +23,7 @@ from roll_opd.config.plan import (
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.inference.completion import Completion
+from roll_opd.models.group_window import Pace
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow import Model, Task, sample_of, sample_seed
@@ -38,7 +39,7 @@ async def fill_batch(
     source: PromptSource, wanted: int, rollout: RolloutContext, *, extra: int = 0, passes: Any = None
 ) -> Batch:
     """The first batch of a run."""
-    rollouts = Rollouts(rollout, source, Gate(0), range(1), wanted, extra, passes)
+    rollouts = Rollouts(rollout, source, Gate(0), range(1), Pace.of(wanted, 0, reserve=extra), passes)
     async with aclosing(rollouts.batches()) as batches:
         return await anext(batches)
 

@@ -1,6 +1,5 @@
-"""The selection of groups for a step: the first groups that pass, in any order of finishing."""
+"""The filters of groups and of responses."""
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.objective.filters import group_filter, without_rejected
-from roll_opd.rollout.runs import Selection
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 
@@ -29,30 +27,6 @@ def sample(group: int, number: int, reward: float | None, domain: str = "math") 
         reward=reward,
         columns=as_columns(action_mask=np.ones(1, bool), rollout_logprobs=np.zeros(1, np.float32)),
     )
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> None:
-    rng = random.Random(seed)
-    groups, n, wanted = rng.randint(1, 12), rng.randint(1, 4), rng.randint(1, 6)
-    passing = [rng.random() < 0.6 for _ in range(groups)]
-    expected = [group for group in range(groups) if passing[group]][:wanted]
-    used = expected[-1] + 1 if len(expected) == wanted else groups
-    selection = Selection(groups, n, wanted, lambda group: passing[int(group[0].group_id)])
-    order = [(group, number) for group in range(groups) for number in range(n)]
-    rng.shuffle(order)
-    seen = set()
-    for group, number in order:
-        # certain exactly when all samples of all groups that can matter are there
-        complete = all((g, k) in seen for g in range(used) for k in range(n))
-        assert selection.enough == (complete and len(expected) == wanted)
-        selection.add(group * n + number, [sample(group, number, 1.0)])
-        seen.add((group, number))
-    assert selection.chosen == expected and selection.used == used
-    assert all(group in selection.decided for group in range(used))
-    assert [e.id for g in selection.chosen for e in selection.samples_of(g)] == [
-        f"{g}/{k}" for g in expected for k in range(n)
-    ]
 
 
 @pytest.mark.parametrize(

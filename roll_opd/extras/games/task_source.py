@@ -7,6 +7,7 @@ the number of taken tasks is the complete state.
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from hashlib import blake2b
 from typing import Any
 
@@ -67,6 +68,10 @@ class EnvironmentSource:
     def skip(self, n: int) -> None:
         """Advance the position by `n` tasks."""
         self._taken += n
+
+    def copy(self) -> "EnvironmentSource":
+        """Return a source at the same position, which advances independently."""
+        return copy(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON types."""
