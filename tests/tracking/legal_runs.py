@@ -146,7 +146,7 @@ def train(record: Recorded, source: Source, done_steps: int) -> None:
         for number in sorted(n for n in fate if n <= numbers[-1] and n in draw_of and fate[n] != "trained"):
             fates[fate[number]].append(draw_of[number])
             del draw_of[number]
-        pairs = [versions[number] for number in numbers] if pace.ahead else []
+        pairs = [versions[number] for number in numbers]
         for number in numbers:
             del draw_of[number]
         source.done.update(draw for draws in fates.values() for draw in draws)
@@ -202,7 +202,7 @@ def step(
         metrics["rollout/filtered_prompts"] = float(len(fates["filtered"]))
         if fates["failed"]:
             metrics["rollout/failed_prompts"] = float(len(fates["failed"]))
-        if pairs:
+        if settings.bound:
             metrics["rollout/async/age_max"] = float(max(number - 1 - oldest for oldest, _ in pairs))
         record.append(SAMPLES, samples[::stride][: settings.logged])
         record.append_to_ledger(
