@@ -37,7 +37,7 @@ from stated_times import SECONDS
 
 from roll_opd.extras.advice.async_simulator import Costs, lognormal, simulate
 from roll_opd.extras.alarm.divergence_alarm import ESS, KL, DivergenceAlarm
-from roll_opd.models.group_window import Pace
+from roll_opd.rollout.staleness import Pace
 from roll_opd.tracking.summary import ACCURACY
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,6 +40,7 @@ FLOORS = {
     "roll_opd.models": (2, "models"),
     "roll_opd.samples": (2, "samples"),
     "roll_opd.config": (1, "config"),
+    "roll_opd.rollout.staleness": (1, "rollout"),  # order and ages of groups, without a run
     "roll_opd.base": (0, "base"),
 }
 ENGINES_AND_RAY = {"ray", "vllm", "megatron"}

@@ -6,6 +6,5 @@ engines.
 - Facts of model directories: `model_info`, `model_files`, `weight_files`, `tokenizer_files`, `families`
 - Facts of installed engines: `engine_fields`
 - Memory and sharding: `memory`, `layouts`
-- Order and ages of groups with async rollouts: `group_window`
 - Phases of roles that share devices: `device_phases`
 """

@@ -9,7 +9,6 @@ from functools import partial
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
-from roll_opd.models.group_window import Pace
 from roll_opd.objective.algorithms import loss_facts
 from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
@@ -23,10 +22,9 @@ from roll_opd.pipelines.engine_check import EngineCheck
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
-from roll_opd.rollout.finished_groups import FinishedGroup
-from roll_opd.rollout.limits import check_failed_rate
 from roll_opd.rollout.producer import Gate, Rollouts
-from roll_opd.rollout.runs import Batch, RolloutContext
+from roll_opd.rollout.runs import Batch, FinishedGroup, RolloutContext, check_failed_rate
+from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.scoring import Scorers

@@ -15,7 +15,7 @@ from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.shutdown import Ending
-from roll_opd.rollout.finished_groups import FinishedGroup
+from roll_opd.rollout.runs import FinishedGroup
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Progress
 

@@ -18,11 +18,11 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.models.device_phases import members_on_gpus
-from roll_opd.models.group_window import Pace
 from roll_opd.models.memory import device_memory, fullest, readable_bytes
 from roll_opd.planner.describe import OTHER_TAGS, SIZES, to_json
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.rewards.reward_registry import REWARDS
+from roll_opd.rollout.staleness import Pace
 
 T = TypeVar("T")
 SHOWN = {  # keys of the objective that appear in its formulas
@@ -251,7 +251,7 @@ def _ahead_lines(plan: RunPlan) -> list[str]:
     """
     if not plan.objective.max_age:
         return []
-    pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth)
+    pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth, is_strict=plan.deterministic)
     running = plan.rollout.on_weight_update if plan.rollout else "wait"
     return [
         f"async rollouts: {pace.ahead} prompts, window {pace.window}; tokens at most {pace.max_age}"

@@ -8,45 +8,17 @@ resumed run. Missing rewards are requested again too.
 import hashlib
 import pickle
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.models.group_window import Pace
-from roll_opd.objective.filters import GroupFilter
+from roll_opd.rollout.runs import FinishedGroup
+from roll_opd.rollout.staleness import Pace
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import chunks_column, logprobs_column
 from roll_opd.samples.transport import Compact
-from roll_opd.samples.versions import of_mask, sampling_versions
+from roll_opd.samples.versions import sampling_versions
 
 DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True)
-class FinishedGroup:
-    """All samples of one draw, whether the group passed the filters, and how many of its runs failed."""
-
-    draw: int
-    passed: bool
-    samples: Sequence[Sample]
-    failed_runs: int = 0
-
-    @classmethod
-    def of(
-        cls, draw: int, runs: Sequence[Sequence[Sample] | None], version: int, passes: GroupFilter | None
-    ) -> "FinishedGroup":
-        """Return the group of some runs. A group without a sample does not pass.
-
-        Args:
-            draw: number of the draw of the group's prompt.
-            runs: the samples of each run; None for a failed run.
-            version: version of the weights at the start of the runs. It becomes the version of all sampled tokens of a
-                sample without versions, as no token can be older.
-            passes: filter of groups, or None.
-        """
-        failed = sum(samples is None or any(sample.excluded for sample in samples) for samples in runs)
-        samples = [_with_version(sample, version) for of_run in runs for sample in of_run or ()]
-        return cls(draw, bool(samples) and (passes is None or passes(samples)), samples, failed)
 
 
 def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
@@ -99,10 +71,6 @@ def within_bound(
         if max(ages, default=0) <= pace.max_age:
             kept.append(group)
     return kept
-
-
-def _with_version(sample: Sample, version: int) -> Sample:
-    return sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))
 
 
 def _oldest(sample: Sample) -> float:

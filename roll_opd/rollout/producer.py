@@ -1,7 +1,7 @@
 """`Rollouts`, the producer of a run's batches: it draws prompts, rolls them out, and selects groups.
 
 Each batch belongs to a version of the weights: the update on batch v makes version v + 1. A `Gate` publishes versions.
-`models.group_window` defines the order of groups and the bound on their ages. The number of a group is its draw: the
+`rollout.staleness` defines the order of groups and the bound on their ages. The number of a group is its draw: the
 position of its prompt in the source. Groups that are admitted together form a wave, which is rolled out together. A
 rejected group is replaced as soon as it has ended.
 
@@ -13,27 +13,34 @@ Sampling and training take turns with the pace A = 0, W = 1, and there is no oth
 With `in_rounds`, no sample depends on timing. The order of groups is strict, and waves do not overlap. Teachers score
 complete chunks of a wave only. The weights change only after all groups that were admitted at the old version have
 ended (`Rollouts.settle`).
+
+If too many groups fail or are rejected, the run ends before it draws further prompts.
 """
 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from roll_opd.base.failures import RunError
 from roll_opd.cluster.waits import WAITS
 from roll_opd.data.prompt_source import PASSED, MixedSource, Prompt, TaskSource
-from roll_opd.models.group_window import GroupWindow, Pace
 from roll_opd.objective.demonstrations import demonstration_samples
 from roll_opd.objective.filters import GroupFilter
-from roll_opd.rollout.finished_groups import FinishedGroup, within_bound
-from roll_opd.rollout.limits import check_failed, check_rejected
-from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, roll_out
+from roll_opd.rollout.finished_groups import within_bound
+from roll_opd.rollout.runs import Batch, FinishedGroup, PendingRewards, RolloutContext, check_failed_rate, roll_out
+from roll_opd.rollout.staleness import GroupWindow, Pace
 from roll_opd.samples.sample import Sample
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.workflow_pool import WorkflowPool
+
+# the run ends if the groups rejected for one batch are more than MAX_REJECTED times the groups of a batch, and more
+# than MIN_REJECTED
+MAX_REJECTED = 20
+MIN_REJECTED = 1000
 
 
 class Gate:
@@ -261,7 +268,7 @@ class _Production:
         finally:
             if of.passes:  # finished groups have their rewards
                 rewards.cancel()
-        check_rejected([group.result for group in self._groups.values()], of.pace.groups, bool(of.passes))
+        _check_rejected([group.result for group in self._groups.values()], of.pace.groups, bool(of.passes))
 
     async def _restore(self, prompt: Prompt, group: FinishedGroup) -> None:
         """Restore a group from a checkpoint, so that a batch can use it.
@@ -283,7 +290,7 @@ class _Production:
         self._groups[group.draw] = _Group(prompt, group, rewards)
         if group.failed_runs:
             of = self._of
-            check_failed(self.finished(), of.pace.groups, of.context.sampling.n, of.min_fraction)
+            _check_failed(self.finished(), of.pace.groups, of.context.sampling.n, of.min_fraction)
         self._window.decide(group.draw, passed=group.passed)
         self._gate.notify()
 
@@ -343,3 +350,55 @@ class _Production:
             "rollout/async/admitted_groups": float(self._window.admitted),
             "rollout/async/trained_groups": float(self._window.batches * self._of.pace.groups),
         }
+
+
+def _check_failed(groups: Iterable[FinishedGroup], wanted: int, n: int, min_fraction: float) -> None:
+    """Raise RunError if so many runs have failed that the next batch cannot reach `min_fraction`.
+
+    The next batch will list all groups up to the last one that it needs. Its groups that have not ended yet count as if
+    none of their runs fails.
+
+    Args:
+        groups: finished groups that are in no batch, in the order of their draws.
+        wanted: number of groups in a batch.
+        n: number of runs per group.
+        min_fraction: smallest fraction of a batch's runs that must not fail.
+    """
+    kept = replaced = failed = 0
+    for group in groups:
+        if kept == wanted:
+            break
+        kept += group.passed
+        replaced += not group.passed and group.failed_runs > 0
+        failed += group.failed_runs
+    check_failed_rate(failed / (n * (wanted + replaced)), min_fraction)
+
+
+def _check_rejected(groups: Sequence[FinishedGroup], wanted: int, is_filtered: bool) -> None:
+    """Raise RunError if too many groups were rejected for one batch.
+
+    Args:
+        groups: finished groups that are in no batch.
+        wanted: number of groups in a batch.
+        is_filtered: whether a filter may reject groups.
+    """
+    kept = sum(group.passed for group in groups)
+    rejected = len(groups) - kept
+    if kept >= wanted or rejected <= max(MAX_REJECTED * wanted, MIN_REJECTED):
+        return
+    if failed := sum(not group.passed and group.failed_runs > 0 for group in groups):
+        raise RunError(
+            f"runs or rewards of {failed} prompts failed, filters rejected {rejected - failed} prompts, and only"
+            f" {kept} prompts were kept, but a step needs {wanted}; see the warnings above, correct the workflow or"
+            " the reward, and resume"
+        )
+    if not is_filtered:
+        raise RunError(
+            f"the workflow returned no sample for {rejected} prompts in a step of {wanted} prompts; correct the"
+            " workflow (an agent that never calls the model returns no sample), or use other prompts"
+        )
+    raise RunError(
+        f"the filters rejected the samples of {rejected} prompts and kept the samples of {kept} prompts, but a"
+        f" step needs {wanted} prompts; loosen query_filter_config or response_filter_config, use other prompts,"
+        " or correct a workflow or a reward"
+    )

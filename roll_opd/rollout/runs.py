@@ -5,7 +5,7 @@ rollout waits for these rewards only if a filter needs them. Teachers and refere
 order in which the runs of an engine end. If an engine is deterministic, this order does not depend on timing, so the
 same samples are always packed together. If groups run ahead and the learner waits, incomplete chunks are scored too.
 
-A `Batch` holds the samples of one training step.
+A `FinishedGroup` holds the samples of one prompt, and a `Batch` holds those of one training step.
 """
 
 import asyncio
@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
-from roll_opd.rollout.finished_groups import FinishedGroup
+from roll_opd.objective.filters import GroupFilter
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.versions import sampling_versions, tokens_by_version
+from roll_opd.samples.versions import of_mask, sampling_versions, tokens_by_version
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
@@ -231,6 +232,37 @@ def _timed(context: RolloutContext) -> Iterator[ExitStack]:
             yield generating
 
 
+@dataclass(frozen=True)
+class FinishedGroup:
+    """All samples of one draw, whether the group passed the filters, and how many of its runs failed."""
+
+    draw: int
+    passed: bool
+    samples: Sequence[Sample]
+    failed_runs: int = 0
+
+    @classmethod
+    def of(
+        cls, draw: int, runs: Sequence[Sequence[Sample] | None], version: int, passes: GroupFilter | None
+    ) -> "FinishedGroup":
+        """Return the group of some runs. A group without a sample does not pass.
+
+        Args:
+            draw: number of the draw of the group's prompt.
+            runs: the samples of each run; None for a failed run.
+            version: version of the weights at the start of the runs. It becomes the version of all sampled tokens of a
+                sample without versions, as no token can be older.
+            passes: filter of groups, or None.
+        """
+        failed = sum(samples is None or any(sample.excluded for sample in samples) for samples in runs)
+        samples = [
+            sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))
+            for of_run in runs
+            for sample in of_run or ()
+        ]
+        return cls(draw, bool(samples) and (passes is None or passes(samples)), samples, failed)
+
+
 @dataclass
 class Batch:
     """The samples of one step, and the state of the prompt source after the prompts of these samples."""
@@ -357,3 +389,12 @@ def _warn_uncalled(domains: tuple[str, ...]) -> None:
     names = ", ".join(f"rewards.{domain}" for domain in domains)
     if domains:
         warn(f"{names}: never called, because the workflow sets the reward of every sample; remove {names}")
+
+
+def check_failed_rate(failed_rate: float, min_fraction: float) -> None:
+    """Raise RunError if less than `min_fraction` of a step's runs are left after failures."""
+    if 1 - failed_rate < min_fraction:
+        raise RunError(
+            f"at most {1 - failed_rate:.0%} of the runs of a step are left after failures, less than min_batch_fraction"
+            f" {min_fraction:g}; see the warnings above, correct the workflow or the reward, and resume"
+        )

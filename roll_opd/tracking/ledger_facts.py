@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-from roll_opd.models.group_window import Pace
+from roll_opd.rollout.staleness import Pace
 from roll_opd.tracking.evidence import Evidence, LedgerRow, PartSettings
 
 IDS = {"trained": "ids"}  # fate -> key of prompts.jsonl, where it has another name

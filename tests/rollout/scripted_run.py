@@ -17,11 +17,11 @@ from sampling_assets import RewardPool, Watcher, written
 from scripted_loop import OUTSIDE, ScriptedLoop
 
 from roll_opd.config.plan import SamplingPlan, TeacherPlan
-from roll_opd.models.group_window import Pace
 from roll_opd.pipelines import concurrent_validation, distill, validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.rollout.runs import Batch, RolloutContext
+from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.validation import validate
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.versions import concatenated

@@ -18,7 +18,7 @@ from scripted_run import Case, Records, trained
 
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.waits import WAITS
-from roll_opd.rollout import limits, producer
+from roll_opd.rollout import producer
 
 MODES = ("continue", "wait")
 RUNS, RUNS_NIGHTLY = 20, 10_000
@@ -95,8 +95,8 @@ def test_ten_thousand_interleavings_of_the_actors_have_no_deadlock(make_source: 
 def test_a_run_whose_groups_are_all_filtered_ends_with_an_error(
     make_source: Any, monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
-    monkeypatch.setattr(limits, "MIN_REJECTED", 4)
-    monkeypatch.setattr(limits, "MAX_REJECTED", 2)
+    monkeypatch.setattr(producer, "MIN_REJECTED", 4)
+    monkeypatch.setattr(producer, "MAX_REJECTED", 2)
     for seed in range(6):
         case = Case(bound, filters="all", on_update=MODES[seed % 2], eval_steps=0)
         with pytest.raises(RunError, match="the filters rejected the samples of"):

@@ -23,9 +23,9 @@ from roll_opd.config.plan import (
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.inference.completion import Completion
-from roll_opd.models.group_window import Pace
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, roll_out
+from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow import Model, Task, sample_of, sample_seed
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact

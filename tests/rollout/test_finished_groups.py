@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.rollout.finished_groups import FinishedGroup, read_groups, write_groups
+from roll_opd.rollout.finished_groups import read_groups, write_groups
+from roll_opd.rollout.runs import FinishedGroup
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.sample_columns import as_columns, logprobs_column, teacher_columns
 

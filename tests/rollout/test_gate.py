@@ -13,10 +13,10 @@ from sampling_assets import SAMPLING, Engine, rollout_of, scorers, written
 
 from roll_opd.base.failures import RunError
 from roll_opd.inference.completion import Completion
-from roll_opd.models.group_window import Pace
-from roll_opd.rollout.finished_groups import FinishedGroup, read_groups, write_groups
+from roll_opd.rollout.finished_groups import read_groups, write_groups
 from roll_opd.rollout.producer import Gate, Rollouts
-from roll_opd.rollout.runs import Batch
+from roll_opd.rollout.runs import Batch, FinishedGroup
+from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, sample_of
 from roll_opd.samples.sample import Sample
 

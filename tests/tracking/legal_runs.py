@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from roll_opd.data.prompt_source import epoch_order
-from roll_opd.models.group_window import GroupWindow, Pace
+from roll_opd.rollout.staleness import GroupWindow, Pace
 from roll_opd.tracking.run_directory import (
     FATES,
     LEDGER,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from roll_opd.extras.advice.async_simulator import Costs, Length, lognormal, simulate
-from roll_opd.models.group_window import Pace
+from roll_opd.rollout.staleness import Pace
 
 BOUNDS = (0, 1, 2, 4, 8)
 AS_FAST = 1.03  # of the predictions within this factor of the shortest step, the smallest bound is chosen

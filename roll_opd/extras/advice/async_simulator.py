@@ -1,6 +1,6 @@
 """Discrete-event simulation of a run: step time, idle fractions and sample ages, from planned or measured costs.
 
-Groups have the same order as in a real run (`models.group_window`). Engines sample runs in a fixed number of slots, in
+Groups have the same order as in a real run (`rollout.staleness`). Engines sample runs in a fixed number of slots, in
 the order of admission. A run samples one response. Each batch is scored and trained on, and a weight sync follows.
 
 Two laws bound the result:
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from roll_opd.models.group_window import GroupWindow, Pace
+from roll_opd.rollout.staleness import GroupWindow, Pace
 
 Length = Callable[[random.Random], float]
 

@@ -7,7 +7,7 @@ import pytest
 
 from roll_opd.extras.advice.async_advice import BOUNDS, Predictor, StepCosts, Work, fastest, spread_of
 from roll_opd.extras.advice.async_simulator import Costs, constant, lognormal, simulate
-from roll_opd.models.group_window import Pace
+from roll_opd.rollout.staleness import Pace
 
 COSTS = StepCosts(generate=8.0, score=1.0, learn=4.0, sync=0.2, spread=0.6)
 WORK = Work(groups=16, runs=2, engines=4, training=4, is_shared=False, slots=32)

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from roll_opd.extras.advice.async_simulator import Costs, constant, lognormal, simulate
-from roll_opd.models.group_window import Pace
+from roll_opd.rollout.staleness import Pace
 
 COSTS = Costs(lognormal(1.0, 0.3), score=0.5, learn=2.5, sync=0.1)
 SLOTS, RUNS, GROUPS = 40, 4, 32

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from roll_opd.models.group_window import GroupWindow, Pace
+from roll_opd.rollout.staleness import GroupWindow, Pace
 
 
 @dataclass

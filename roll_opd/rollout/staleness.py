@@ -1,7 +1,7 @@
-"""Order of groups from the prompt source to the learner: a first-in-first-out queue with a window. Starts no processes.
+"""Bound the age of trained samples: the order of groups from the prompt source to the learner. Starts no processes.
 
-A group consists of all samples of one prompt. Groups are numbered in the order of admission. Training on batch v turns
-the weights of version v into version v + 1.
+The order is a first-in-first-out queue with a window. A group consists of all samples of one prompt. Groups are
+numbered in the order of admission. Training on batch v turns the weights of version v into version v + 1.
 
 Legend: P number of groups in a batch, A number of groups that are admitted ahead of a batch, W size of the window, R
 number of groups in reserve.
