@@ -14,7 +14,7 @@ from roll_opd.commands.main import main
 from roll_opd.extras.advice.card_estimate import Rates, generation_seconds, rates, read_bytes
 from roll_opd.models.model_info import ModelInfo, read_model
 
-MODELS = Path(__file__).parents[2] / "examples/demo/models"
+MODELS = Path(__file__).parents[3] / "examples/demo/models"
 HALF = [f"{role}.model_args.dtype=bf16" for role in ("student_train", "student_infer", "teacher")]
 SHARES = (0.4, 0.6)
 

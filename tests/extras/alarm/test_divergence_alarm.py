@@ -28,8 +28,8 @@ from roll_opd.tracking.opd_metrics import opd_metrics
 from roll_opd.tracking.summary import ACCURACY
 
 FIRST = {ENTROPY: 1.0, AGREEMENT: 0.6, LENGTH: 20.0, REWARD: 0.3}
-STALE = Path(__file__).parents[2] / "benchmarks/results/async_effective_samples.json"
-RECORDED = Path(__file__).parents[2] / "benchmarks/results/privileged_context.json"
+STALE = Path(__file__).parents[3] / "benchmarks/results/async_effective_samples.json"
+RECORDED = Path(__file__).parents[3] / "benchmarks/results/privileged_context.json"
 AHEAD = sorted((STALE.parent / "gpu/2026-11-27_h100").glob("*/async_*/metrics.jsonl.gz"))
 
 
