@@ -39,6 +39,7 @@ def fork(whole: Run, place: Path, *changes: str) -> Run:
 
 
 @pytest.mark.nightly  # on every push: what an optimizer takes, test_megatron_changed.py; what is named, test_history.py
+@pytest.mark.extras
 def test_changed_settings_are_taken_and_named(whole: Run, tmp_path: Path) -> None:
     changes = (f"{ARGS}.learning_rate=3e-4", f"{ARGS}.adam_beta1=0.7", f"{ARGS}.adam_epsilon=1e-6")
     run = fork(whole, tmp_path / "fork", *changes)
@@ -69,6 +70,7 @@ def test_unchanged_settings_go_on_to_the_bit(whole: Run, tmp_path: Path) -> None
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("of", ["console", "card"])
+@pytest.mark.extras
 def test_the_snippet_runs_as_a_script(whole: Run, tmp_path: Path, of: str) -> None:
     """As printed, and as in the model card; on any machine."""
     model = whole.path / "checkpoints/step_4/hf"

@@ -67,6 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(0, output.getvalue(), latest, seconds)
 
 
+@pytest.mark.extras
 def test_a_run_leaves_everything_it_promises(run: Run) -> None:
     assert run.code == 0, run.output[-4000:]
     assert "reverse KL" in run.output and f"step {STEPS}/{STEPS}" in run.output
@@ -165,6 +166,7 @@ def test_the_checkpoint_loads_in_transformers(
     assert "661+234=<|end|><|assistant|>" in capsys.readouterr().out.replace(" ", "")
 
 
+@pytest.mark.extras
 def test_the_model_has_a_card_and_the_runs_umask(run: Run) -> None:
     directory = run.path / f"checkpoints/step_{STEPS}/hf"
     umask = os.umask(0o22)

@@ -150,6 +150,7 @@ def test_a_kl_coefficient_that_adapts_and_a_correction(stage: Stage) -> None:
         assert again.rows("metrics.jsonl")[STEPS][name] == rows[STEPS - 1][name]
 
 
+@pytest.mark.extras
 def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
