@@ -38,6 +38,7 @@ from roll_opd.config.schema import (
     RolloutKeys,
     RowKeys,
     RunKeys,
+    SamplingKeys,
     Top,
     WorkflowKeys,
 )
@@ -171,14 +172,9 @@ class CorrectionPlan:
 class EngineCheckPlan:
     """Test of the engine's samples against the student's distribution (`objective.engine_evidence`)."""
 
-    top_k: int = -1  # of the sampling distribution; 0 or -1: all tokens
-    top_p: float = 1.0
+    sampling: SamplingKeys = field(default_factory=SamplingKeys)  # of the run; a workflow's call may have its own
     # the engine rounds weights or KV cache, and a correction weights its tokens: log-probs are not compared
     is_corrected: bool = False
-
-    @property
-    def keeps_all(self) -> bool:
-        return self.top_k < 1 and self.top_p == 1
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from roll_opd.megatron.model_builder import BuiltModel, HeadModel, build_model, 
 from roll_opd.megatron.offload import DeviceMemory
 from roll_opd.megatron.packing import PackedBatch, columns_of, pack
 from roll_opd.models.device_phases import Part, Phase
+from roll_opd.objective.engine_columns import tested_settings
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sharding import Packing
 from roll_opd.samples.transport import as_array
@@ -44,6 +45,8 @@ class TargetRequest:
     hidden: bool = False  # final hidden states
     plain: bool = False  # log-probs of the top-k at temperature 1
     moments: EngineCheckPlan | None = None  # moments of the sampling distribution (`objective.engine_evidence`)
+    # columns of each sequence that `moments` reads
+    tested: Sequence[Mapping[str, np.ndarray]] | None = None
     vocab_size: int | None = None  # `topk` and `ids` are over the first `vocab_size` tokens; None: over all
 
     def values(self, head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
@@ -61,7 +64,7 @@ class TargetRequest:
             ids_MK = batch.columns["topk_ids"]
             values |= _topk(ids_MK, within.logprobs_with_rest(ids_MK.long()))
         if self.moments:
-            values["moments"] = head.moments(self.moments)
+            values["moments"] = head.moments(tested_settings(batch.columns, self.moments, values["logprobs"]))
         if self.hidden:
             values["hidden"] = head.hidden()
         return values
@@ -188,6 +191,8 @@ class MegatronEngine:
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if request.ids is not None:
             columns = [{"topk_ids": row} for row in request.ids]
+        elif request.tested is not None:
+            columns = request.tested
         routed = routes or [None] * len(sequences)
         samples = [
             Sample(tokens, prompt, own, taken)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.config.plan import EngineCheckPlan
 from roll_opd.megatron.context_parallel import TokenOwners
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
@@ -79,9 +78,10 @@ class OutputHead:
         """Return the entropy of the next token's distribution, f32 [M]."""
         return self._gather(vocab_parallel_entropy(self.hidden_mE, self.vocab))
 
-    def moments(self, plan: EngineCheckPlan) -> Tensor:
+    def moments(self, settings_M3: Tensor) -> Tensor:
         """Return the moments of each scored token's log-prob, f32 [M, X]; see `moments.vocab_parallel_moments`."""
-        return self._gather(vocab_parallel_moments(self.hidden_mE, self.vocab, self.targets_m, plan))
+        settings_m3 = self._select(settings_M3)
+        return self._gather(vocab_parallel_moments(self.hidden_mE, self.vocab, self.targets_m, settings_m3))
 
     def divergence(self, teacher_hidden_MF: Tensor, teacher: TeacherHead, measure: ColumnSum) -> Tensor:
         """Return the divergence from a teacher at each scored token, f32 [M].

@@ -19,7 +19,7 @@ from roll_opd.megatron.model_builder import HeadModel, unwrapped
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.models.device_phases import Part
 from roll_opd.objective.divergences import ColumnSum, divergence, topk_divergence
-from roll_opd.objective.engine_columns import SAMPLED_BY, engine_sums
+from roll_opd.objective.engine_columns import SAMPLED_BY, engine_sums, tested_settings
 from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES, policy_loss
 from roll_opd.objective.reverse_kl import sampled_mask
@@ -117,7 +117,8 @@ class MegatronTrainer(MegatronLearner):
             sums["weighted_loss"] = value.detach()
             if SAMPLED_BY in batch.columns and objective.engine_check:
                 rows_R = batch.columns[SAMPLED_BY].nonzero()[:, 0]
-                sums |= engine_sums(batch.columns, head.at(rows_R).moments(objective.engine_check), rows_R)
+                settings_M3 = tested_settings(batch.columns, objective.engine_check, logprobs_M)
+                sums |= engine_sums(batch.columns, head.at(rows_R).moments(settings_M3[rows_R]), rows_R)
             return value, {"sums": sums, "columns": _by_sequence({"old_logprobs": logprobs_M, **tokens}, batch.lengths)}
 
         return loss

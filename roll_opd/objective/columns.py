@@ -14,7 +14,7 @@ import torch
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.aggregation import loss_scales, value_scales
 from roll_opd.objective.algorithms import loss_facts
-from roll_opd.objective.engine_columns import ENGINE_LOGPROBS, SAMPLED_BY
+from roll_opd.objective.engine_columns import TESTED
 from roll_opd.objective.reverse_kl import advantages
 from roll_opd.objective.sample_masks import sample_weights
 from roll_opd.samples.alignment import NO_CHUNK
@@ -71,7 +71,7 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
         if sample.demonstration:  # no loss reads these columns at the tokens of demonstrations; the weight is 1
             columns |= {name: np.full(len(mask), name == "importance_weights", np.float32) for name in names}
         columns |= arrays
-        columns |= {name: sample.columns[name] for name in (SAMPLED_BY, ENGINE_LOGPROBS) if name in sample.columns}
+        columns |= {name: sample.columns[name] for name in TESTED if name in sample.columns}
         for name in targeted:
             columns[f"{name}/share"] = mask * (shares[name] if name in sample.teacher_targets else np.float32(0))
         made.append(Sample(sample.tokens, sample.prompt_length, columns, sample.routes))

@@ -15,10 +15,14 @@ from torch import Tensor
 
 from roll_opd.config.plan import EngineCheckPlan
 from roll_opd.objective.engine_evidence import CURRENT, OLDER, EngineEvidence, sampling_sums
+from roll_opd.samples.call_settings import CALL_SETTINGS, settings_row
 from roll_opd.samples.sample import Sample, present
 
 SAMPLED_BY = "sampled_by"  # column: `CURRENT` or `OLDER` at tested tokens, 0 at others; int8 [T-P]
 ENGINE_LOGPROBS = "engine_logprobs"  # column: the engine's log-probs, 0 at tokens that are not tested; f32 [T-P]
+# column: temperature, top-k and top-p of each token, f32 [T-P, 3]; absent if all tokens have the run's
+TESTED_SETTINGS = "tested_settings"
+TESTED = (SAMPLED_BY, ENGINE_LOGPROBS, TESTED_SETTINGS)
 TESTED_TOKENS = 4096  # maximum tested tokens of a step: more would cost time, and hardly any error needs more
 METRICS = "rollout/engine/"
 COMPARED = ("compared", "difference", "root_mean_square")  # metrics of a comparison of log-probs
@@ -26,31 +30,46 @@ PREFIX = "engine_"  # of the sums of a `TrainResult`
 
 
 def marked(samples: Sequence[Sample], version: int, plan: EngineCheckPlan) -> list[Sample]:
-    """Return the samples with the columns `SAMPLED_BY` and `ENGINE_LOGPROBS`.
+    """Return the samples with the columns `TESTED`.
 
-    A token is tested if an engine sampled it with known weights and returned its log-prob. At most about
+    A token is tested if an engine sampled it with known weights and settings and returned its log-prob. At most about
     `TESTED_TOKENS` tokens are tested, at equal intervals.
 
     Args:
         version: version of the weights that compute the moments.
     """
-    marks = [_marks(sample, version, is_current=not plan.is_corrected) for sample in samples]
+    own = settings_row(plan.sampling)
+    settings = [_settings(sample, own) for sample in samples]
+    marks = [_marks(*pair, version, is_current=not plan.is_corrected) for pair in zip(samples, settings, strict=True)]
     stride = max(1, math.ceil(sum(map(np.count_nonzero, marks)) / TESTED_TOKENS))
     seen, made = 0, []
-    for sample, mark in zip(samples, marks, strict=True):
+    varies = any(CALL_SETTINGS in sample.columns for sample in samples)
+    for sample, mark, rows in zip(samples, marks, settings, strict=True):
         places = np.flatnonzero(mark)
         left_out = places[(np.arange(len(places)) + seen) % stride != 0]
         seen += len(places)
         mark[left_out] = 0
         known = np.zeros(len(mark), np.float32) if sample.rollout_logprobs is None else sample.rollout_logprobs
-        made.append(
-            sample.with_columns(**{SAMPLED_BY: mark, ENGINE_LOGPROBS: np.where(mark, known, 0).astype(np.float32)})
-        )
+        columns = {SAMPLED_BY: mark, ENGINE_LOGPROBS: np.where(mark, known, 0).astype(np.float32)}
+        if varies:
+            columns[TESTED_SETTINGS] = np.ascontiguousarray(rows[:, :3])
+        made.append(sample.with_columns(**columns))
     return made
 
 
-def _marks(sample: Sample, version: int, *, is_current: bool) -> np.ndarray:
-    """Return the column `SAMPLED_BY` of all tokens that can be tested."""
+def _settings(sample: Sample, own: np.ndarray) -> np.ndarray:
+    """Return the settings with which each token was sampled, f32 [T-P, 4]. `own`: those of the run, f32 [4]."""
+    rows = sample.columns.get(CALL_SETTINGS)
+    if rows is None:
+        return np.broadcast_to(own, (sample.response_length, len(own)))
+    return np.where(np.isnan(rows), own, rows)
+
+
+def _marks(sample: Sample, settings: np.ndarray, version: int, *, is_current: bool) -> np.ndarray:
+    """Return the column `SAMPLED_BY` of all tokens that can be tested.
+
+    Tokens with a repetition penalty cannot be tested, nor greedy tokens of older weights: their probability is 1.
+    """
     marks = np.zeros(sample.response_length, np.int8)
     if sample.demonstration or sample.rollout_logprobs is None:
         return marks
@@ -60,7 +79,16 @@ def _marks(sample: Sample, version: int, *, is_current: bool) -> np.ndarray:
             marks[start : start + tokens] = CURRENT if is_current and sampled_by == version else OLDER
         start += tokens
     marks[~(sample.action_mask & np.isfinite(present(sample.rollout_logprobs)))] = 0
+    temperature, penalty = settings[:, 0], settings[:, 3]
+    marks[(penalty != 1) | ((temperature == 0) & (marks == OLDER))] = 0
     return marks
+
+
+def tested_settings(columns: Mapping[str, Tensor], plan: EngineCheckPlan, logprobs_M: Tensor) -> Tensor:
+    """Return temperature, top-k and top-p of each scored token, f32 [M, 3]."""
+    if TESTED_SETTINGS in columns:
+        return columns[TESTED_SETTINGS]
+    return torch.from_numpy(settings_row(plan.sampling)[:3]).to(logprobs_M.device).expand(len(logprobs_M), -1)
 
 
 def engine_sums(columns: Mapping[str, Tensor], moments_RX: Tensor, rows_R: Tensor) -> dict[str, Tensor]:

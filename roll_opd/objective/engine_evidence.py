@@ -37,13 +37,18 @@ ROOT_MEAN_SQUARE = {"fp32": 2e-3, "bf16": 0.5, "fp16": 0.5}
 CURRENT, OLDER = 1, 2  # marks of tested tokens: sampled by the weights that compute the moments, or by older weights
 
 
-def kept_tokens(logprobs_MV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return a mask of the tokens that top-k and then top-p keep, as in vLLM, bool [M, V]."""
+def kept_tokens(logprobs_MV: Tensor, top_k_M: Tensor, top_p_M: Tensor) -> Tensor:
+    """Return a mask of the tokens that top-k and then top-p keep, as in vLLM, bool [M, V].
+
+    If top-k is below 1, it keeps all tokens.
+    """
     ordered_MV, order_MV = logprobs_MV.sort(dim=1, descending=True)
-    if 0 < top_k < ordered_MV.size(1):
-        ordered_MV = ordered_MV.masked_fill(ordered_MV < ordered_MV[:, top_k - 1, None], -math.inf)
+    columns = ordered_MV.size(1)
+    last_M1 = torch.where(top_k_M < 1, columns, top_k_M.long()).clamp(max=columns)[:, None] - 1
+    ordered_MV = ordered_MV.masked_fill(ordered_MV < ordered_MV.gather(1, last_M1), -math.inf)
     chances_MV = ordered_MV.softmax(1)
-    kept_MV = (chances_MV.cumsum(1) - chances_MV < top_p) & (ordered_MV > -math.inf)
+    kept_MV = (chances_MV.cumsum(1) - chances_MV < top_p_M[:, None]) | (top_p_M[:, None] >= 1)
+    kept_MV &= ordered_MV > -math.inf
     return torch.zeros_like(kept_MV).scatter_(1, order_MV, kept_MV)
 
 

@@ -14,8 +14,9 @@ from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.engine_options import CHECKED_OPTIONS
-from roll_opd.objective.engine_columns import compared_metrics, evidence_in, evidence_of, marked
+from roll_opd.objective.engine_columns import SAMPLED_BY, compared_metrics, evidence_in, evidence_of, marked
 from roll_opd.objective.engine_evidence import DIFFERENCE, FALSE_ALARMS, ROOT_MEAN_SQUARE, EngineEvidence
+from roll_opd.samples.call_settings import CALL_SETTINGS, FIELDS, UNKNOWN
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.workers.sampler import Sampler
@@ -63,17 +64,36 @@ class EngineCheck:
         Args:
             version: version of the student's weights.
         """
+        self._note_settings(samples)
         if not self._is_due:
             return
         assert self._settings and self._plan.rollout
         chosen = marked(_first(samples), version, self._settings)
-        evidence = evidence_of(chosen, await self._student.moments(chosen, temperature, self._settings))
-        if evidence is None:
+        if not any(sample.columns[SAMPLED_BY].any() for sample in chosen):
             return
+        evidence = evidence_of(chosen, await self._student.moments(chosen, temperature, self._settings))
+        assert evidence is not None
         self._is_due = False
         found = self._faults(evidence)
         self._report(self._plan.rollout.name, _rows(evidence, found))
         self._act(found, "the first samples")
+
+    def _note_settings(self, samples: Sequence[Sample]) -> None:
+        """Warn once if calls sampled with other settings than those with which the update computes log-probs."""
+        rows = [sample.columns[CALL_SETTINGS] for sample in samples if CALL_SETTINGS in sample.columns]
+        if not rows or CALL_SETTINGS in self._warned:
+            return
+        self._warned.add(CALL_SETTINGS)
+        own = np.concatenate(rows)
+        own = own[~np.isnan(own).all(1)]
+        first = next((row for row in own if (row != UNKNOWN).any()), own[0])
+        shown = ", ".join(f"{name} {value:g}" for name, value in zip(FIELDS, first, strict=True) if value == value)
+        share = len(own) / sum(sample.response_length for sample in samples)
+        warn(
+            f"calls of the workflow sample with other settings ({shown}; {share:.0%} of the tokens of a"
+            " step), but the update computes log-probs with the run's generating_args; let the calls sample with the"
+            " run's settings, or switch train_infer_correction on (warned once)"
+        )
 
     def after(self, metrics: Mapping[str, float], step: int) -> None:
         """Judge the evidence in the metrics of a step.
@@ -83,13 +103,14 @@ class EngineCheck:
         evidence = evidence_in(metrics)
         if evidence is not None:
             self._act(self._faults(evidence), f"the samples of step {step}")
-        self._has_compared = evidence is None or evidence.compared > 0
+        self._has_compared = evidence is not None and evidence.compared > 0
 
     async def after_update(self, samples: Sequence[Sample], sampler: Sampler, version: int) -> dict[str, float]:
         """Compare the engines' log-probs of some samples with the student's, after engines have received its weights.
 
         Returns the metrics `rollout/engine/*` of the comparison. Nothing is compared, and the result is empty, if
-        `after` has compared tokens of the last step: then the next step will have such tokens, too.
+        `after` has compared tokens of the last step: then the next step will have such tokens, too. Steps whose tokens
+        are all of older weights, or have a repetition penalty, have none.
 
         Raises RunError if the log-probs differ and this ends the run.
 
@@ -98,7 +119,7 @@ class EngineCheck:
         """
         if not self._settings or self._settings.is_corrected or self._has_compared:
             return {}
-        longer = [sample for sample in samples if sample.response_length > 1]
+        longer = [sample for sample in samples if sample.response_length > 1 and not sample.demonstration]
         probes = [_probe(sample) for sample in sorted(longer, key=lambda sample: sample.prompt_length)[:PROBES]]
         if not probes:
             return {}
@@ -158,11 +179,6 @@ class EngineCheck:
         if options:
             shown = ", ".join(f"{name}: {value}" for name, value in options.items())
             return f"Remove the engine options that change the distribution ({shown})"
-        if self._plan.workflow:
-            return (
-                "Let the workflow sample with the run's temperature, top_p and top_k; otherwise the engine computes"
-                " another distribution than the student, which is a fault of the engine or of its weights"
-            )
         return (
             "No option of the engine explains this: the engine has other weights or another computation than the"
             " student; run roll-opd check-model on the student, and look for variables (system_envs) and plugins that"

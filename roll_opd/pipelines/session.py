@@ -14,6 +14,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from roll_opd.base.command_line import SESSION_INTERRUPT, SESSION_SOCKET
@@ -36,6 +37,7 @@ from roll_opd.pipelines.session_arguments import PURE
 from roll_opd.pipelines.start_roles import start_workflow
 from roll_opd.rollout.runs import Batch, PendingRewards, roll_out
 from roll_opd.rollout.workflow import SingleTurn
+from roll_opd.samples.call_settings import call_row, with_call_settings
 from roll_opd.samples.sample import Sample, TargetRef, changed
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.workers.target_refs import release
@@ -199,6 +201,9 @@ class SessionCalls:
         async for number, samples in roll_out(context, rows, PendingRewards(context), first):
             runs[number] = samples
         made = [sample for number in sorted(runs) for sample in runs[number] or ()]
+        row = call_row(settings, self._context.sampling)
+        if not np.isnan(row[0]):
+            made = [with_call_settings(sample, row) for sample in made]
         texts = self.run.logger.tokenizer.batch_decode([s.response_tokens for s in made], skip_special_tokens=True)
         return made, texts
 

@@ -193,7 +193,7 @@ def _check_sampling(args: GeneratingArgs) -> None:
             " of teacher and training engine are of the full distribution; with top_p 1, top_k -1 and"
             " repetition_penalty 1 they are comparable"
             + (
-                "; engine_check does not test samples with a repetition penalty"
+                "; with a repetition penalty, engine_check tests no samples, but only the weights that engines receive"
                 if reshaped["repetition_penalty"]
                 else ""
             ),

@@ -11,6 +11,7 @@ from roll_opd.config.schema import (
     ImportanceWeight,
     ObjectiveKeys,
     ReinforcementKeys,
+    SamplingKeys,
     Section,
     TokenFilter,
     Top,
@@ -199,9 +200,7 @@ def engine_check_plan(
             )
         else:
             diag.note(key, f"{value} may change the distribution of samples; engine_check tests them in each step")
-    if sampling.repetition_penalty != 1 or not top.engine_check:
-        return None
-    return EngineCheckPlan(sampling.top_k, sampling.top_p, is_corrected)
+    return EngineCheckPlan(SamplingKeys(**shared(SamplingKeys, sampling)), is_corrected) if top.engine_check else None
 
 
 def read_correction(top: Top) -> CorrectionPlan | None:

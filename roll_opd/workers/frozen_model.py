@@ -144,6 +144,8 @@ class Rank(BucketHost):
 
         if shard.held:
             wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in self._opened(shard)]}
+        if "moments" in wanted:
+            wanted = {**wanted, "tested": [sample.columns for sample in shard.samples]}
         request = TargetRequest(**wanted)
         return self._engine.compute_targets(temperature=temperature, request=request, **_read(shard))
 

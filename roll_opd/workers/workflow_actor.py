@@ -225,7 +225,7 @@ class WorkflowWorker:
             for run, of_run in by_run(found, job.runs).items():
                 made[run] = []
                 for place, (step, one) in enumerate(of_run):
-                    learned = trained(one, self._limits, job.prompt, job.draw, run, place, step)
+                    learned = trained(one, self._limits, job.prompt, job.draw, run, place, step, state.settings)
                     if state.reward is not None or state.metrics:
                         reward = state.reward if learned.reward is None else learned.reward
                         learned = replace(learned, reward=reward, metrics={**state.metrics, **learned.metrics})

@@ -22,6 +22,7 @@ import torch
 
 from roll_opd.data.templates import token_ids
 from roll_opd.inference.completion import Completion
+from roll_opd.samples.call_settings import OF_RUN
 from roll_opd.samples.versions import Versions, concatenated
 from roll_opd.workflows.workflow_experience import Experience
 
@@ -39,6 +40,7 @@ class Call:
     tools: Sequence[Mapping[str, Any]]  # tools of the request
     answer: Callable[[], Mapping[str, Any]]  # the response as an assistant message
     parent: "Call | None" = None  # the call that this call continues
+    settings: np.ndarray | None = None  # of `samples.call_settings`, f32 [T-P, 4]
 
     # computed on demand: most calls are single-turn and never need these
 
@@ -113,6 +115,7 @@ class CallTree:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         answer: Callable[[], Mapping[str, Any]],
+        settings: np.ndarray | None = None,
     ) -> Call:
         """Add a call to the tree and return it.
 
@@ -124,10 +127,11 @@ class CallTree:
             messages: messages of the request.
             tools: tools of the request.
             answer: function that returns the response as an assistant message.
+            settings: sampling settings of the call, f32 [T-P, 4] (see `samples.call_settings`).
         """
         whole = np.concatenate([tokens, completion.tokens])
         self.calls.append(
-            Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, tools, answer, parent)
+            Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, tools, answer, parent, settings)
         )
         return self.calls[-1]
 
@@ -213,12 +217,15 @@ def experience(path: Sequence[Call], without: "set[Call] | frozenset[Call]" = fr
     first, last = path[0], path[-1]
     length = len(last.tokens) - first.start
     mask, logprobs = np.zeros(length, bool), np.zeros(length, np.float32)
+    settings = np.tile(OF_RUN, (length, 1))
     versions: list[Versions] = []
     end = first.start
     for call in path:
         place = slice(call.start - first.start, len(call.tokens) - first.start)
         mask[place] = call not in without
         logprobs[place] = call.completion.logprobs
+        if call.settings is not None:
+            settings[place] = call.settings
         versions += [((None, call.start - end),), call.completion.versions]
         end = len(call.tokens)
     return Experience(
@@ -228,4 +235,5 @@ def experience(path: Sequence[Call], without: "set[Call] | frozenset[Call]" = fr
         action_mask=torch.from_numpy(mask),
         finish_reason=last.completion.finish_reason,
         versions=concatenated(versions),
+        call_settings=settings,
     )

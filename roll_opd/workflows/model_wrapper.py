@@ -15,6 +15,7 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.template_check import omission_of_shape
 from roll_opd.data.templates import token_ids
 from roll_opd.inference.completion import Completion
+from roll_opd.samples.call_settings import call_row
 from roll_opd.workflows.call_tree import Call, CallTree, experience
 from roll_opd.workflows.model_clients import ModelClients, ModelFacts
 from roll_opd.workflows.run_state import RUN, RunState
@@ -153,7 +154,9 @@ class ModelWrapper(ModelClients):
         answered = []
         for response, completion in responses:
             message = partial(as_message or text_message, response)
-            answered.append((response, tree.add(text, tokens, completion, parent, given, tools or (), message)))
+            settings = response.call_settings
+            call = tree.add(text, tokens, completion, parent, given, tools or (), message, settings)
+            answered.append((response, call))
             response.messages, response.prompt_text = given, text
             response.tools = [dict(tool) for tool in tools or ()] or None
         return answered
@@ -271,7 +274,11 @@ class ModelWrapper(ModelClients):
         asked = [prompt for prompt in prompts for _ in range(sampling.n)]
         call = run.calls
         completions = await self._engines.generate(run.group, asked, run.seeds(len(asked)), once)
+        settings = call_row(sampling, run.sampling)
+        run.settings.add(settings.tobytes())
         made = [self._experience(*pair) for pair in zip(asked, completions, strict=True)]
+        for response in made:
+            response.call_settings = np.broadcast_to(settings, (len(response.tokens) - response.prompt_length, 4))
         for number, response in enumerate(made):
             response.eid.run, response.eid.step = number % sampling.n, call
         run.history += made

@@ -33,6 +33,7 @@ class RunState:
     runs: tuple[int, ...]  # run numbers
     sampling: SamplingPlan
     calls: int = 0
+    settings: set[bytes] = field(default_factory=set)  # bytes of the calls' rows of `samples.call_settings`
     returned: bool = False  # whether the workflow's run method has returned
     history: list[Experience] = field(default_factory=list)
     turns: CallTree | None = None

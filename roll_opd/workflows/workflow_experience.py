@@ -4,7 +4,7 @@ As in Trinity-RFT, an experience is mutable and has tensors. In array shapes, T 
 the number of prompt tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roll_opd.base.failures import WorkflowError as WorkflowError
 from roll_opd.data.prompt_source import Prompt
+from roll_opd.samples.call_settings import CALL_SETTINGS, settings_column
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.samples.versions import Versions
@@ -107,6 +108,7 @@ class Experience:
         truncate_status: str | None = None,
         finish_reason: str = "stop",
         versions: Versions = (),
+        call_settings: np.ndarray | None = None,
         **more: Any,
     ) -> None:
         """Create an experience from a response of the model.
@@ -131,6 +133,7 @@ class Experience:
         self.reward, self.info, self.metrics = reward, {**(info or {}), **more}, metrics or {}
         self._response_text, self.prompt_text, self.messages, self.tools = response_text, prompt_text, messages, tools
         self.truncate_status, self.finish_reason, self.versions = truncate_status, finish_reason, versions
+        self.call_settings = call_settings  # of `samples.call_settings`, f32 [T-P, 4]; None: not known
 
     @property
     def action_mask(self) -> Tensor:
@@ -205,7 +208,14 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
 
 
 def trained(
-    made: Experience, limits: TokenLimits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
+    made: Experience,
+    limits: TokenLimits,
+    prompt: Prompt,
+    draw: int,
+    run: int,
+    place: int,
+    step: int | None = None,
+    settings: Collection[bytes] = (),
 ) -> Sample:
     """Validate an experience and convert it to a `Sample`.
 
@@ -220,6 +230,7 @@ def trained(
         run: number of the run.
         place: number of the experience in its run.
         step: number of the step. None means `place`.
+        settings: settings of the run's calls (`RunState.settings`).
     """
     info, metrics = made.info or {}, {} if made.metrics is None else made.metrics  # may be None in Trinity-RFT
     for name, instead in UNREAD.items():
@@ -257,6 +268,9 @@ def trained(
     suffix = f".{place}" if place else ""
     group = _group(prompt, draw, made.eid.task)
     columns = as_columns(action_mask=mask, rollout_logprobs=None if logprobs is None else logprobs.astype(np.float32))
+    used = settings_column(made.call_settings, settings, length)
+    if used is not None:
+        columns[CALL_SETTINGS] = used
     if teacher is not None:
         columns |= teacher_columns({TEACHER: teacher.astype(np.float32)})
     return Sample(

@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 
 from roll_opd.config.plan import EngineCheckPlan, RunPlan
+from roll_opd.config.schema import SamplingKeys, shared
 from roll_opd.models.engine_options import ALTERING_OPTIONS, CHECKED_OPTIONS, REFUSED_OPTIONS, VLLM_DECIDED
 
 OPTION = "student_infer.strategy_args.strategy_config"
@@ -77,13 +78,15 @@ def test_altering_options_are_tested(plan: Callable[..., RunPlan], problems: Cal
 
 
 def test_what_is_tested(plan: Callable[..., RunPlan]) -> None:
-    """The distribution after top-k and top-p; none after a repetition penalty; weighted tokens of rounding engines."""
+    """The distribution after top-k and top-p; the run's settings; weighted tokens of rounding engines."""
     made = plan({f"{SAMPLING}.top_p": 0.9, f"{SAMPLING}.top_k": 20})
-    assert made.objective.engine_check == EngineCheckPlan(20, 0.9)
+    assert made.objective.engine_check == EngineCheckPlan(SamplingKeys(top_k=20, top_p=0.9))
     plain = {f"{SAMPLING}.top_p": 1.0, f"{SAMPLING}.top_k": -1}
-    assert plan({f"{SAMPLING}.repetition_penalty": 1.1}).objective.engine_check is None
+    made = plan({f"{SAMPLING}.repetition_penalty": 1.1, f"{SAMPLING}.temperature": 0.7})
+    assert made.objective.engine_check and made.rollout
+    assert shared(SamplingKeys, made.objective.engine_check.sampling) == shared(SamplingKeys, made.rollout.sampling)
     assert plan({"engine_check": False}).objective.engine_check is None
-    plain |= {f"{SAMPLING}.repetition_penalty": 1.0}
+    plain |= {f"{SAMPLING}.repetition_penalty": 1.0, f"{SAMPLING}.temperature": 1.0}
     assert plan({"engine_check": "warn", **plain}).objective.engine_check == EngineCheckPlan()
     correction = {"train_infer_correction": {"is_weight": {"enabled": True}}}
     assert plan(correction).objective.engine_check == EngineCheckPlan()

@@ -119,7 +119,8 @@ def test_moments_of_the_sampling_distribution(answers: Answers, layout: str) -> 
     hidden, weight, targets, _ = vocabulary.vocab_inputs(
         vocabulary.VOCAB_ROWS, vocabulary.VOCAB_WIDTH, layouts.VOCABULARY
     )
-    logprobs_MV = (torch.from_numpy(hidden).double() @ torch.from_numpy(weight).double().T / 0.7).log_softmax(-1)
+    logits_MV = torch.from_numpy(hidden).double() @ torch.from_numpy(weight).double().T
+    logprobs_MV = (logits_MV / 0.7).log_softmax(-1)
     excluded = 0
     for top_k, top_p in vocabulary.TRUNCATIONS:
         wanted = [
@@ -130,6 +131,15 @@ def test_moments_of_the_sampling_distribution(answers: Answers, layout: str) -> 
         for chunks in vocabulary.VOCAB_CHUNK_ROWS:
             np.testing.assert_allclose(found[f"{chunks}-{top_k}-{top_p}"], np.array(wanted), rtol=2e-5, atol=2e-5)
     assert excluded
+    wanted = []
+    for number, (row, target) in enumerate(zip(logits_MV, targets, strict=True)):
+        temperature, top_k, top_p = vocabulary.SETTINGS[number % len(vocabulary.SETTINGS)]
+        logprobs_V = (row / (temperature or 1.0)).log_softmax(-1).tolist()
+        wanted.append(naive_moments(logprobs_V, int(target), top_k if temperature else 1, top_p))
+        if not temperature:
+            wanted[-1][1] = 0.0  # the engine returns a greedy token's log-prob at temperature 1
+    for chunks in vocabulary.VOCAB_CHUNK_ROWS:
+        np.testing.assert_allclose(found[f"{chunks}-settings"], np.array(wanted), rtol=2e-5, atol=2e-5)
 
 
 def naive_moments(logprobs: list[float], target: int, top_k: int, top_p: float) -> list[float]:
@@ -138,7 +148,7 @@ def naive_moments(logprobs: list[float], target: int, top_k: int, top_p: float) 
     mass = sum(math.exp(logprobs[token]) for token in order)
     kept, before = [], 0.0
     for token in order:
-        if before < top_p * mass:
+        if top_p == 1 or before < top_p * mass:
             kept.append(token)
         before += math.exp(logprobs[token])
     mass = sum(math.exp(logprobs[token]) for token in kept)

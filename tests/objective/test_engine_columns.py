@@ -3,10 +3,12 @@
 import numpy as np
 
 from roll_opd.config.plan import EngineCheckPlan, ObjectivePlan
+from roll_opd.config.schema import SamplingKeys
 from roll_opd.objective import engine_columns
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.engine_columns import ENGINE_LOGPROBS, SAMPLED_BY, marked
+from roll_opd.objective.engine_columns import ENGINE_LOGPROBS, SAMPLED_BY, TESTED_SETTINGS, marked
 from roll_opd.objective.engine_evidence import CURRENT, OLDER
+from roll_opd.samples.call_settings import CALL_SETTINGS, OF_RUN, UNKNOWN
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import as_columns
 
@@ -30,6 +32,23 @@ def test_marks_follow_the_versions() -> None:
     given = changed(broken, demonstration=True)
     assert marks([broken, unknown, given], 4) == [[CURRENT, 0], [0], [0, 0]]
     assert marks([broken.with_columns(rollout_logprobs=None)], 4) == [[0, 0]]
+
+
+def test_tokens_are_tested_with_the_settings_of_their_call() -> None:
+    """Not with a repetition penalty or unknown settings, nor if older weights wrote greedy tokens."""
+    rows = {"run": OF_RUN, "cold": (0.5, 7, 0.9, 1), "greedy": (0, -1, 1, 1), "penalty": (1, -1, 1, 1.2)}
+    rows["unknown"] = UNKNOWN
+    given = np.array(list(rows.values()), np.float32)
+    plan = EngineCheckPlan(SamplingKeys(temperature=0.8))
+    for version, expected in ((0, [CURRENT, CURRENT, CURRENT, 0, 0]), (1, [OLDER, OLDER, 0, 0, 0])):
+        one = sample(((0, 5),), [-1.0] * 5, [True] * 5)
+        own, other = marked([one.with_columns(**{CALL_SETTINGS: given}), one], version, plan)
+        assert own.columns[SAMPLED_BY].tolist() == expected
+        tested = own.columns[TESTED_SETTINGS][:3].tolist()
+        np.testing.assert_allclose(tested, [[0.8, -1, 1], [0.5, 7, 0.9], [0, -1, 1]], rtol=1e-6)
+        np.testing.assert_allclose(other.columns[TESTED_SETTINGS], [[0.8, -1, 1]] * 5, rtol=1e-6)
+    penalised = EngineCheckPlan(SamplingKeys(repetition_penalty=1.1))
+    assert marks([sample(((0, 1),), [-1.0], [True])], 0, penalised) == [[0]]
 
 
 def test_a_large_step_is_tested_at_equal_intervals(monkeypatch) -> None:

@@ -43,6 +43,10 @@ def moments(logprobs_MV: Tensor, sampled_M: Tensor, kept_MV: Tensor | None = Non
     return torch.stack([*columns, *powers], 1)
 
 
+def kept(logprobs_MV: Tensor, top_k: int, top_p: float) -> Tensor:
+    return kept_tokens(logprobs_MV, *(torch.full((len(logprobs_MV),), value) for value in (top_k, top_p)))
+
+
 def picked(logprobs_MV: Tensor, sampled_M: Tensor) -> Tensor:
     return logprobs_MV.gather(1, sampled_M[:, None])[:, 0]
 
@@ -115,8 +119,8 @@ def test_healthy_runs_cause_no_alarm(runs: int) -> None:
 Wrong = Callable[[Tensor], Tensor]
 WRONG: dict[str, Wrong] = {  # the engine's distribution from the student's
     "a temperature that the engine ignores": lambda student_MV: (student_MV / 0.6).log_softmax(1),
-    "top-p": lambda student_MV: masked(student_MV, kept_tokens(student_MV, -1, 0.8)),
-    "top-k": lambda student_MV: masked(student_MV, kept_tokens(student_MV, 4, 1.0)),
+    "top-p": lambda student_MV: masked(student_MV, kept(student_MV, -1, 0.8)),
+    "top-k": lambda student_MV: masked(student_MV, kept(student_MV, 4, 1.0)),
     "other weights": lambda student_MV: (student_MV + 2 * distributions(len(student_MV), 1.0, 99)).log_softmax(1),
     "a bias of a logit": lambda student_MV: (student_MV + 3 * torch.eye(VOCABULARY)[7]).log_softmax(1),
     "speculation that accepts each draft": lambda student_MV: student_MV.roll(1, 0),
@@ -149,7 +153,7 @@ def test_a_wrong_engine_is_found_among_samples_of_older_weights(name: str) -> No
 def test_declared_truncation_is_no_fault() -> None:
     """With the moments of the distribution after top-k and top-p, samples from it cause no alarm."""
     student_MV = distributions(4000, 2.0, 16)
-    kept_MV = kept_tokens(student_MV, 10, 0.9)
+    kept_MV = kept(student_MV, 10, 0.9)
     engine_MV = masked(student_MV, kept_MV)
     sampled_M = drawn(engine_MV, 17)
     given = moments(student_MV, sampled_M, kept_MV), picked(engine_MV, sampled_M), torch.full((4000,), CURRENT)

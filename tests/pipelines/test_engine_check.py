@@ -76,6 +76,38 @@ def test_a_run_ends_before_its_first_update_if_the_engine_samples_otherwise(
     assert [row["step"] for row in made.rows("metrics.jsonl")] == [0]
 
 
+COLD = """
+from roll_opd.workflows import WORKFLOWS, Experience, Workflow
+
+@WORKFLOWS.register_module("cold")
+class Cold(Workflow):
+    def run(self):
+        made = []
+        plain, penalty = {"top_k": 3, "top_p": 0.8}, {"repetition_penalty": 1.3}
+        for options in ({"temperature": 0.4}, plain, {"temperature": 0}, penalty):
+            made += self.model.chat([{"role": "user", "content": self.task.raw_task["prompt"]}], **options)
+        for one in made:
+            one.reward = 1.0
+        return made
+"""
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}])
+@pytest.mark.nightly
+def test_calls_with_settings_of_their_own(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    """A right engine is no fault, and a wrong one is found at the calls that have the run's temperature."""
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "cold.py").write_text(COLD)
+    samples_with(monkeypatch, **sampling)
+    made = run(stage, tmp_path, f"plugin_dir={tmp_path}/plugins", "workflow=cold", "deterministic=false")
+    found = verdicts(made)
+    assert (made.code, found[LOGPROBS]) == ((1, "failed") if sampling else (0, "ok"))
+    if not sampling:
+        assert found[ROW] == "ok" and made.rows("metrics.jsonl")[-1]["rollout/engine/tokens"] > 500
+
+
 def test_with_warn_the_run_goes_on(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples_with(monkeypatch, temperature=0.6)
     made = run(stage, tmp_path, "engine_check=warn")

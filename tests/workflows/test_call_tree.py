@@ -14,8 +14,10 @@ from transformers import AutoTokenizer
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import ContextPlan, SamplingPlan
 from roll_opd.data.dataset import Prompt
+from roll_opd.samples.call_settings import CALL_SETTINGS, UNKNOWN, call_row
 from roll_opd.workflows.model_wrapper import ModelWrapper, Responses
 from roll_opd.workflows.run_state import RUN, RunState, TeacherContexts
+from roll_opd.workflows.workflow_experience import Experience, TokenLimits, trained
 from tests.workflows.sampled import Sampled
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -167,6 +169,38 @@ def test_calls_take_the_options_of_trinitys_model(tokenizer: Any) -> None:
             model.chat(messages)
 
     play(Sampled(tokenizer), tokenizer, script)
+
+
+def test_samples_have_the_settings_of_their_calls(tokenizer: Any) -> None:
+    """In a conversation, in a response of its own, and in experiences that a workflow makes from tokens."""
+    own = call_row(SamplingPlan(temperature=0.5, top_k=7), SamplingPlan())
+
+    def same(rows: np.ndarray | None, row: np.ndarray) -> bool:
+        return rows is not None and np.array_equal(rows, np.tile(row, (len(rows), 1)), equal_nan=True)
+
+    async def script(model: ModelWrapper) -> None:
+        def column(made: Experience) -> np.ndarray | None:
+            limits, prompt = TokenLimits(2000, len(tokenizer)), Prompt("a", 0, "", np.array([1]))
+            used = RUN.get().settings
+            return trained(made, limits, prompt, 0, 0, 0, settings=used).columns.get(CALL_SETTINGS)
+
+        def rebuilt(made: Experience) -> Experience:
+            return Experience(tokens=made.tokens, prompt_length=made.prompt_length, logprobs=made.logprobs)
+
+        messages = [{"role": "user", "content": "1+1="}]
+        (plain,) = await model.chat_async(messages, temperature=1.0, n=1)
+        assert column(plain) is None and column(rebuilt(plain)) is None
+        messages += [{"role": "assistant", "content": plain.response_text}, {"role": "user", "content": "2+2="}]
+        (cold,) = await model.chat_async(messages, temperature=0.5, top_k=7)
+        assert same(column(cold), own)
+        (talk,) = model.branches()
+        rows, count = column(talk), len(cold.tokens) - cold.prompt_length
+        assert rows is not None and same(rows[-count:], own) and np.isnan(rows[:-count]).all()
+        assert same(column(rebuilt(cold)), UNKNOWN)  # the calls of the run have different settings
+        RUN.get().settings = {own.tobytes()}
+        assert same(column(rebuilt(cold)), own)
+
+    play(Sampled(tokenizer, ["2<|end|>", "4<|end|>"]), tokenizer, script)
 
 
 def test_seeds_differ_by_run_and_call_and_begin_as_those_of_a_single_turn() -> None:

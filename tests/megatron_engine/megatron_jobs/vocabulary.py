@@ -15,7 +15,6 @@ from megatron_ranks import Job, write_json, write_results
 from megatron_registry import jobs, operation
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roll_opd.config.plan import EngineCheckPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
@@ -47,6 +46,8 @@ def teacher_inputs(rows: int) -> tuple[np.ndarray, np.ndarray]:
 VOCAB_ROWS, VOCAB_WIDTH = 23, 16
 TEACHER_WIDTH, TEACHER_VOCABULARY = 12, 97  # fewer columns than the student's: on two ranks they end inside the second
 TOPK = (1, 5, VOCABULARY)
+# temperature, top-k and top-p of the tokens in turn; 0: greedy
+SETTINGS = ((0.7, -1, 1.0), (0.4, -1, 1.0), (1.3, 7, 1.0), (0.9, -1, 0.8), (1.0, 9, 0.6), (0.0, -1, 1.0))
 TRUNCATIONS = ((-1, 1.0), (7, 1.0), (-1, 0.8), (9, 0.6))  # top-k and top-p
 MEASURES = {
     "reverse_kl": {},
@@ -169,9 +170,12 @@ def moments(job: Job, root: Path) -> None:
         for top_k, top_p in TRUNCATIONS:
             chunk_bytes = 4 * shard.each * rows * TEMPORARIES
             part = VocabShard(shard.rows(weight), 0.7, layouts.VOCABULARY, shard.group, chunk_bytes=chunk_bytes)
-            plan = EngineCheckPlan(top_k, top_p)
-            found_MX = vocab_parallel_moments(torch.from_numpy(hidden), part, torch.from_numpy(targets), plan)
+            settings_M3 = torch.tensor([[0.7, top_k, top_p]]).expand(VOCAB_ROWS, -1)
+            found_MX = vocab_parallel_moments(torch.from_numpy(hidden), part, torch.from_numpy(targets), settings_M3)
             results[f"{name}-{top_k}-{top_p}"] = found_MX.numpy()
+        settings_M3 = torch.tensor(SETTINGS).repeat(VOCAB_ROWS, 1)[:VOCAB_ROWS]
+        found_MX = vocab_parallel_moments(torch.from_numpy(hidden), part, torch.from_numpy(targets), settings_M3)
+        results[f"{name}-settings"] = found_MX.numpy()
     write_results(root / f"{job['name']}.npz", results)
 
 
