@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import outage_service
 from runs import REPOSITORY, SPREAD, newest_run
 from stage import PURE, TEACHER, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
@@ -71,11 +71,6 @@ class AsksAService(Workflow):
         return [response]
 """
 
-SIGNALS = {  # that begin and end an outage
-    "hangs": (signal.SIGSTOP, signal.SIGCONT),
-    "answers 503": (signal.SIGUSR1, signal.SIGUSR1),
-    "answers with garbage": (signal.SIGUSR2, signal.SIGUSR2),
-}
 REWARD = """
 import functools
 import json
@@ -99,37 +94,6 @@ class AsksSometimes:
 """
 
 
-def serve(port: int) -> None:
-    """Answer requests of all kinds: for rewards, verdicts, and log-probs of a teacher."""
-    sys.path.insert(0, str(REPOSITORY / "tests/teachers"))
-    sys.argv = ["service", "teacher"]
-    import teacher_server
-
-    faults: set[str] = set()
-    for how, (number, _) in SIGNALS.items():
-        if number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda *_, how=how: faults.symmetric_difference_update({how}))
-
-    class Handler(teacher_server.Handler):
-        def do_POST(self) -> None:
-            if faults:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                return self._send({}, 503) if "503" in str(faults) else self._send({"data": "<html>"}, cut=True)
-            if self.path == "/score":
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                return self._send({"rewards": [float(len(str(sample)) % 2) for sample in body["samples"]]})
-            if self.path.endswith("/chat/completions"):
-                self.rfile.read(int(self.headers["Content-Length"]))
-                return self._send({"choices": [{"message": {"content": "YES"}, "finish_reason": "stop"}]})
-            return super().do_POST()
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 256
-        allow_reuse_address = True
-
-    Server(("127.0.0.1", port), Handler).serve_forever()
-
-
 class Service:
     """A server in another process."""
 
@@ -137,12 +101,13 @@ class Service:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
+        self.away = 0.0  # seconds of the last outage
         self.url, self._environment = f"http://127.0.0.1:{self._port}", environment
         self.start()
 
     def start(self) -> None:
         served = ["-m", "roll_opd.extras.games.serve", self._environment, "--port", str(self._port)]
-        words = served if self._environment else [__file__, "--serve", str(self._port)]
+        words = served if self._environment else [outage_service.__file__, str(self._port)]
         self._process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
         while True:
             try:
@@ -156,15 +121,17 @@ class Service:
         self._process.wait()
 
     def fail(self, how: str, seconds: float) -> None:
-        """Be away for some seconds: `down` or as in `SIGNALS`."""
-        if how in SIGNALS:
-            for number, pause in zip(SIGNALS[how], (seconds, 0), strict=True):
+        """Be away for some seconds: `down` or as in `SIGNALS`. A start takes longer."""
+        began = time.monotonic()
+        if how in outage_service.SIGNALS:
+            for number, pause in zip(outage_service.SIGNALS[how], (seconds, 0), strict=True):
                 self._process.send_signal(number)
                 time.sleep(pause)
-            return
-        self.end()
-        time.sleep(seconds)
-        self.start()
+        else:
+            self.end()
+            time.sleep(seconds)
+            self.start()
+        self.away = time.monotonic() - began
 
 
 def settings_of(kind: str, service: Service, place: Path) -> tuple[tuple[str, str], tuple[str, ...]]:
@@ -270,7 +237,8 @@ def run(roles: Roles, kind: str, how: str, seconds: float, s: int, name: str) ->
         failed.append(0.0)
         watcher.join()
         service.end()
-    return {**cell_of(kind, how, seconds, s), "exit": made.code, **fates(made.path), "seconds": took(began)}
+    measured = {"seconds unreachable": round(service.away, 1), "seconds": took(began)}
+    return {**cell_of(kind, how, seconds, s), "exit": made.code, **fates(made.path), **measured}
 
 
 def resumed(kind: str, s: int, place: Path) -> dict[str, Any]:
@@ -345,8 +313,6 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    if sys.argv[1] == "--serve":
-        serve(int(sys.argv[2]))
     parser = argparse.ArgumentParser()
     parser.add_argument("place", type=Path)
     parser.add_argument("json", type=Path)
