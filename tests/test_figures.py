@@ -52,10 +52,17 @@ def test_the_runs_with_outages_are_those_of_the_page() -> None:
         (0, 5, 40, 0, 0)
     }
     assert not any(run["audit"] for run in runs)
-    waits = [
-        sum(run["outage"].values()) - run["seconds away"] for run in runs if run["how"] == "down" and run["outage"]
-    ]
+    absence = [run.get("seconds unreachable", run["seconds away"]) for run in runs]
+    waits = [sum(run["outage"].values()) - away for run, away in zip(runs, absence, strict=True) if run["outage"]]
     page = " ".join((ROOT / "docs/failures.md").read_text(encoding="utf-8").split())
     resumed = sum("exits" in run for run in runs)
     for figure in (f"{len(runs)} runs", f"{resumed} of them", f"most {max(waits):.0f} s after the service"):
         assert figure in page, figure
+
+
+def test_the_starts_with_and_without_the_fork_server_are_those_of_the_page() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/fork_server.json").read_text(encoding="utf-8"))["runs"]
+    page = " ".join((ROOT / "docs/fork-server.md").read_text(encoding="utf-8").split())
+    for side, words in (("with", "with the server"), ("without", "without it")):
+        first, second = (f"{run['seconds']:.0f}" for run in runs if run["fork server"] == side)
+        assert re.search(rf"{first} and {second} s (after the start )?{words}", page)

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -98,9 +99,7 @@ class Service:
     """A server in another process."""
 
     def __init__(self, environment: str = "") -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = random.randrange(20_000, 30_000)  # not among those that connections get while the service is down
         self.away = 0.0  # seconds of the last outage
         self.url, self._environment = f"http://127.0.0.1:{self._port}", environment
         self.start()
