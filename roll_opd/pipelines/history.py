@@ -255,8 +255,9 @@ def _has(settings: Settings, section: str) -> bool:
 
 
 def _model_files(directory: Path) -> list[Path]:
-    """Return the files of a model, except broken links."""
-    return sorted(file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file())
+    """Return the files of a model, except broken links and hidden files, such as `._model.safetensors`."""
+    found = (file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file())
+    return sorted(file for file in found if not file.name.startswith("."))
 
 
 def _hash(files: list[Path]) -> str:

@@ -346,6 +346,8 @@ class ModelWrapper(ModelClients):
 def sampling_of(sampling: SamplingPlan, options: Mapping[str, Any]) -> SamplingPlan:
     """Return a copy of `sampling` with the options of one call. Raises TypeError for an unknown option."""
     found: dict[str, Any] = {}
+    if options.get("top_logprobs"):
+        raise TypeError("top_logprobs: the engine returns only the log-probs of sampled tokens; omit top_logprobs")
     for name, value in options.items():
         if name in _SAMPLING:
             if value is not None:

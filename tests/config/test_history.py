@@ -191,3 +191,9 @@ def test_a_checkpoint_without_settings(saved: Any) -> None:
     now = history.continued(parts, plan_of("sft"), 12)
     assert "steps 1 to 12 are unknown" in now.line and len(now.parts) == 2
     assert [part["changed"] for part in now.as_facts()] == [None, None]
+
+
+def test_hidden_files_are_no_part_of_a_model(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "._model.safetensors", "config.json", ".config.json"):
+        (tmp_path / name).write_text("x")
+    assert [file.name for file in history._model_files(tmp_path)] == ["config.json", "model.safetensors"]

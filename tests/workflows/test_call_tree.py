@@ -163,6 +163,9 @@ def test_calls_take_the_options_of_trinitys_model(tokenizer: Any) -> None:
         assert begun.prompt_text.endswith("It is")
         with pytest.raises(TypeError, match="unknown option 'temprature'"):
             await model.chat_async(messages, temprature=1)
+        for refused in ("top_logprobs", "min_p", "logit_bias", "presence_penalty", "bad_words"):
+            with pytest.raises(TypeError, match=refused):
+                await model.chat_async(messages, **{refused: 1})
         with pytest.raises(ValueError, match="leaves no room"):
             await model.generate_async("1" * 3000)
         with pytest.raises(RuntimeError, match="_async"):
