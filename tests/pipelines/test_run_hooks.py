@@ -11,6 +11,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.pipelines import run_hooks
 from roll_opd.pipelines.run_hooks import RunHook, RunHooks
 from roll_opd.tracking.run_directory import RunDirectory
+from tests.pages import blocks
 
 
 class Counting(RunHook):
@@ -58,3 +59,11 @@ def test_hooks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert said.count("not_made") == 1 and said.count("failing") == 1 and "ZeroDivisionError" in said
     with pytest.raises(ConfigError, match="nowhere"):
         made(monkeypatch, run, absent="nowhere.at_all:Hook")
+
+
+def test_the_hook_of_the_page() -> None:
+    (code,) = [block for block in blocks("extending.md", "python") if "RunHook" in block]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    hook = names["Slow"](None, None)
+    assert [len([*hook.after_step({"time/step": seconds})]) for seconds in (601.0, 600.0, None)] == [1, 0, 0]
