@@ -83,29 +83,23 @@ from roll_opd.workflows import WORKFLOWS, Experience, Workflow
 class Cold(Workflow):
     def run(self):
         made = []
-        plain, penalty = {"top_k": 3, "top_p": 0.8}, {"repetition_penalty": 1.3}
-        for options in ({"temperature": 0.4}, plain, {"temperature": 0}, penalty):
-            made += self.model.chat([{"role": "user", "content": self.task.raw_task["prompt"]}], **options)
+        prompt = [{"role": "user", "content": "12+34="}]
+        top, penalty = {"top_k": 3, "top_p": 0.8}, {"repetition_penalty": 1.3}
+        for options in ({"temperature": 0.4}, top, {"temperature": 0}, penalty):
+            made += self.model.chat(prompt, **options)
         for one in made:
             one.reward = 1.0
         return made
 """
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}])
 @pytest.mark.nightly
-def test_calls_with_settings_of_their_own(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
-) -> None:
-    """A right engine is no fault, and a wrong one is found at the calls that have the run's temperature."""
+def test_calls_with_other_settings_are_no_fault(stage: Stage, tmp_path: Path) -> None:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "cold.py").write_text(COLD)
-    samples_with(monkeypatch, **sampling)
     made = run(stage, tmp_path, f"plugin_dir={tmp_path}/plugins", "workflow=cold", "deterministic=false")
-    found = verdicts(made)
-    assert (made.code, found[LOGPROBS]) == ((1, "failed") if sampling else (0, "ok"))
-    if not sampling:
-        assert found[ROW] == "ok" and made.rows("metrics.jsonl")[-1]["rollout/engine/tokens"] > 500
+    assert made.code == 0 and verdicts(made) == {ROW: "ok", LOGPROBS: "ok"}
+    assert made.rows("metrics.jsonl")[-1]["rollout/engine/tokens"] > 500
 
 
 def test_with_warn_the_run_goes_on(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
