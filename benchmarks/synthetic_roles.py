@@ -140,9 +140,9 @@ class Scorer:
     async def alive(self) -> None:
         pass
 
-    async def run(self, experiences: Sequence[Any]) -> AsyncIterator[Compact]:
+    async def run(self, samples: Sequence[Any]) -> AsyncIterator[Compact]:
         scores: list[tuple[int, Scored]] = [
-            (number, Score(float(self._random.integers(2)))) for number in range(len(experiences))
+            (number, Score(float(self._random.integers(2)))) for number in range(len(samples))
         ]
         yield Compact(Answers(scores, hung=False))
 
