@@ -77,25 +77,27 @@ from roll_opd.config.schema.supervised_keys import (
     supervised_pipelines,
 )
 from roll_opd.config.schema.teacher_file_keys import FileTeacher, OfflineDistill
+from roll_opd.config.schema.teacher_keys import (
+    ContextKeys,
+    ExternalKeys,
+    FollowKeys,
+    HttpKeys,
+    ScorerKeys,
+    TeacherWorker,
+)
 from roll_opd.config.schema.worker_keys import (
     MIXED_ROLES,
     PURE_ROLES,
-    ContextKeys,
     DataArgs,
-    ExternalKeys,
-    FollowKeys,
     GeneratingArgs,
-    HttpKeys,
     Job,
     ModelArgs,
     OptimizerKeys,
     RouterReplay,
     SamplingKeys,
     SchedulerArgs,
-    ScorerKeys,
     SequencePackingArgs,
     StrategyArgs,
-    TeacherWorker,
     TrainingArgs,
     Worker,
 )

@@ -152,7 +152,7 @@ class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
     @property
     def longest(self) -> int:
         """Number of tokens of the longest sequence."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no property `longest`; write it")
 
     def __init_subclass__(cls) -> None:
         if "pipeline" in vars(cls):
