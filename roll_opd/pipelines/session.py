@@ -202,7 +202,7 @@ class SessionCalls:
             runs[number] = samples
         made = [sample for number in sorted(runs) for sample in runs[number] or ()]
         row = call_row(settings, self._context.sampling)
-        if not np.isnan(row[0]):
+        if not np.isnan(row).all():
             made = [with_call_settings(sample, row) for sample in made]
         texts = self.run.logger.tokenizer.batch_decode([s.response_tokens for s in made], skip_special_tokens=True)
         return made, texts
