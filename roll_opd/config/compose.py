@@ -34,7 +34,7 @@ from roll_opd.base.failures import ConfigError, file_kind, os_sentence
 from roll_opd.base.paths import REPOSITORY, PathError, expanded
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.overrides import SEARCH_PATH, SearchPath, hydra_arguments, is_group, search_path
-from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, use_bounded_files, value_problem, yaml_message
+from roll_opd.config.yaml_files import LOADER, check_file, use_checked_files, value_problem, yaml_message
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
@@ -86,15 +86,14 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
         raise ConfigError([f"{config_name} in {config_path}: {os_sentence(error)}"]) from None
     except PathError as error:
         raise ConfigError([f"{config_path}: {error}"]) from None
-    with bounded_work():
-        return _composed(directory, name, overrides)
+    return _composed(directory, name, overrides)
 
 
 def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     file = directory / f"{name}.yaml"
     parsed = parse_overrides(overrides)
     check_file(file)
-    use_bounded_files()
+    use_checked_files()
     places: SearchPath | None = None
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):

@@ -1,6 +1,6 @@
-"""Input that is not a configuration, or expands to much more than its text: each gives a short message quickly.
+"""Input that is not a configuration: each gives a short message.
 
-Endless YAML, numbers that no engine accepts, missing paths, special files, missing permissions.
+Wrong YAML, numbers that no engine accepts, missing paths, special files, missing permissions.
 """
 
 import itertools
@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,9 @@ from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.commands import main
-from roll_opd.config import yaml_files
 from roll_opd.config.compose import load_config
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.yaml_files import MAX_BYTES, bounded_work
 from roll_opd.planner.build import load_plan
 from roll_opd.planner.check_values import check_batched_tokens
 
@@ -36,20 +33,8 @@ SAMPLING = "student_infer.generating_args"
 TRAINER = "student_train.strategy_args.strategy_config"
 
 
-def doubled(line: str, times: int = 40) -> str:
-    return "a0: xxxxxxxxxx\n" + "".join(line.format(i=i, j=i - 1) for i in range(1, times))
-
-
 YAML: dict[str, tuple[str | bytes, str]] = {
-    "aliases of aliases": (doubled("a{i}: &a{i} [*a{j}, *a{j}]\n").replace("a0:", "a0: &a0"), "values"),
-    "an alias of itself": ("a: &a {b: *a}\n", "is inside &a"),
-    "references to references": (doubled("a{i}: ${{a{j}}}${{a{j}}}\n"), "expand to too many values"),
-    "sections of sections": (doubled("a{i}:\n  x: ${{a{j}}}\n  y: ${{a{j}}}\n"), "expand to too many values"),
     "a circle of references": ("exp_name: ${a}\na: ${exp_name}\n", "exp_name"),
-    "depth": ("a: " + "[" * 2000 + "]" * 2000, "nested sections"),
-    "depth of blocks": ("".join(f"{'  ' * i}k:\n" for i in range(500)), "nested sections"),
-    "many values": (f"a: [{'1,' * 60_000}1]", "values"),
-    "size": ("# x\n" * (MAX_BYTES // 4 + 1), "bytes"),
     "itself among its defaults": ("defaults: [run]\n", "defaults list"),
     "defaults that are a number": ("defaults: 3\n", "run.yaml"),
     "a list": ("- a\n- b\n", "line 1: a list, where keys"),
@@ -69,40 +54,18 @@ YAML: dict[str, tuple[str | bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", YAML)
-def test_yaml_without_end_or_sense(name: str, tmp_path: Path) -> None:
+def test_yaml_without_sense(name: str, tmp_path: Path) -> None:
     text, said = YAML[name]
     (tmp_path / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         load_config(str(tmp_path), "run", [])
-    assert time.process_time() - start < 4
     assert said in str(caught.value) and len(str(caught.value)) < 1000
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_limit_of_computing_holds_where_a_destructor_swallows_its_exception(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(yaml_files, "MAX_SECONDS", 0.2)
-
-    class Swallowing:
-        def __del__(self) -> None:
-            began = time.process_time()
-            while time.process_time() - began < 0.4:
-                pass
-
-    start = time.process_time()
-    with pytest.raises(ConfigError, match="expand to too many values"), bounded_work():
-        Swallowing()
-        while time.process_time() - start < 5:
-            pass
-    assert time.process_time() - start < 1
 
 
 def test_files_that_the_defaults_name_are_checked_too(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("defaults: [other]\n")
-    (tmp_path / "other.yaml").write_text("a: &a {b: *a}\n")
-    with pytest.raises(ConfigError, match=r"other\.yaml, line 1: the alias \*a is inside"):
+    (tmp_path / "other.yaml").write_text("a: 1\na: 2\n")
+    with pytest.raises(ConfigError, match=r"other\.yaml.*line 2.*duplicate key"):
         load_config(str(tmp_path), "run", [])
 
 

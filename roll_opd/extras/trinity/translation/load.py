@@ -25,7 +25,7 @@ from roll_opd.config.compose import (
 )
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan
-from roll_opd.config.yaml_files import bounded_work, yaml_message
+from roll_opd.config.yaml_files import yaml_message
 from roll_opd.data.files import count_rows, files_below
 from roll_opd.data.rows import DataError
 from roll_opd.extras.trinity.translation.reading import Machine
@@ -37,7 +37,7 @@ def load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
 
     `overrides` use the keys of this package.
     """
-    with bounded_work(), also_resolving_in(file.parent):
+    with also_resolving_in(file.parent):
         return _load(file, overrides)
 
 

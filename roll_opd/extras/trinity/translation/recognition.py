@@ -9,7 +9,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import PathError, regular_file
 from roll_opd.config.compose import LoadedConfig
 from roll_opd.config.translators import Translator
-from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
+from roll_opd.config.yaml_files import LOADER, check_file
 
 # a file with one of these sections and none of our roles is a configuration of Trinity-RFT
 TRINITY_SECTIONS = frozenset(
@@ -22,9 +22,7 @@ OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sf
 def is_trinity(file: Path) -> bool:
     """Whether a YAML file is a configuration of Trinity-RFT; False if it cannot be read."""
     try:
-        if regular_file(file).stat().st_size > MAX_BYTES:
-            return False
-        text = file.read_text(encoding="utf-8")
+        text = regular_file(file).read_text(encoding="utf-8")
         if not TRINITY_SECTION.search(text):
             return False  # parsing the file takes ten times as long
         check_file(file)
