@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cache
 from typing import Any, get_args, get_origin
 
+from roll_opd.base.entry_points import entries, load
 from roll_opd.base.failures import RESEMBLES, nearest
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.schema import (
@@ -22,7 +23,6 @@ from roll_opd.config.schema import (
     keys_of,
     supervised_pipelines,
 )
-from roll_opd.planner import foreign_keys
 
 ROLES = (PURE_ROLES, MIXED_ROLES)
 SAME_SECTION = 0.85  # minimum similarity of a misspelt and a known section: `algorithm` is not `algorithm_type`
@@ -105,7 +105,7 @@ def typing_error(
         return f"unknown key at the top; {_home(place)}{'.'.join((*place, key))}"
     if place and place[:1] == tuple(path.split("."))[:1]:
         return f"unknown key here; write it at {'.'.join((*place, key))}"
-    if advice := foreign_keys.advice(f"{path}.{key}" if path else key, *student):
+    if advice := _advice(f"{path}.{key}" if path else key, *student):
         return f"unknown key; {advice}"
     is_section = not path and isinstance(value, Mapping)
     if near := nearest(key, known, SAME_SECTION if is_section else RESEMBLES):
@@ -119,6 +119,24 @@ def typing_error(
     return None
 
 
+def _advice(path: str, train: str, infer: str) -> str | None:
+    """Return what to write in place of another tool's key, from the entry points in the group `roll_opd.key_words`.
+
+    `path` is the dotted path of the key; `train` and `infer` are the names of the student's sections.
+    """
+    return next((text for entry in entries("key_words").values() if (text := load(entry)(path, train, infer))), None)
+
+
+def _leaves(section: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield the dotted path of each value below the section at `path` that is not itself a section."""
+    for key, value in section.items():
+        place = f"{path}.{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, place)
+        else:
+            yield place
+
+
 def _holds_environments(section: Mapping[str, Any]) -> bool:
     """Whether a section defines environments, which ROLL's files keep for `custom_envs` even if they refer to none."""
     return bool(section) and all(isinstance(one, Mapping) and "env_type" in one for one in section.values())
@@ -127,8 +145,8 @@ def _holds_environments(section: Mapping[str, Any]) -> bool:
 def _foreign_section(key: str, section: Mapping[str, Any], written: Set[str]) -> str:
     """Return the error for an unknown section at the top, with the keys here for the words of other tools in it."""
     known = []
-    for path in foreign_keys.leaves(section, key):
-        advice = foreign_keys.advice(path, *_students(written))
+    for path in _leaves(section, key):
+        advice = _advice(path, *_students(written))
         last = path.rpartition(".")[2]
         if advice is None and (place := _best_place((key,), last, written)) is not None:
             advice = f"use {'.'.join((*place, last))}"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from roll_opd.base.failures import nearest
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import Worker, keys_of
 from roll_opd.planner.key_hints import READ_BY
@@ -64,3 +65,21 @@ def test_keys_that_a_role_reads_are_not_warned_of(plan: Plan) -> None:
 
 def test_every_key_with_a_reader_is_a_key_of_a_role() -> None:
     assert READ_BY.keys() <= keys_of(Worker).keys()
+
+
+def test_a_key_of_another_meaning_is_never_near() -> None:
+    for name, other in (
+        ("max_prompt_length", "val_prompt_length"),
+        ("val_prompt_length", "prompt_length"),
+        ("eval_batch_size", "rollout_batch_size"),
+        ("input_length", "output_length"),
+        ("min_length", "max_length"),
+    ):
+        assert nearest(name, [other], 0.5) is None, name
+    for name, right in (
+        ("rollout_batchsize", "rollout_batch_size"),
+        ("num_return_sequences", "num_return_sequences_in_group"),
+        ("tensor_parallel_size", "tensor_model_parallel_size"),
+        ("temprature", "temperature"),
+    ):
+        assert nearest(name, [right]) == right

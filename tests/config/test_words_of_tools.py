@@ -1,12 +1,11 @@
-"""Words and sections of other tools, and hints that must not name a key with another meaning."""
+"""Words and sections of other tools are refused with the keys that have their meaning here."""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
-from roll_opd.base.failures import nearest
 from roll_opd.config.schema import Reward, Section, TeacherWorker, Top, Validation, Worker
-from roll_opd.planner.foreign_keys import NOTHING, WORDS
+from roll_opd.extras.other_tools.words import NOTHING, WORDS
 from roll_opd.planner.key_hints import _tree
 
 Problems = Callable[..., list[str]]
@@ -52,21 +51,3 @@ def test_words_and_sections_of_other_tools_are_refused_in_files_and_overrides(
         values.pop(top)
     (of_role,) = problems(overrides=("teacher.model_args.torch_dtype=bfloat16",))
     assert "use teacher.model_args.dtype" in of_role
-
-
-def test_a_key_of_another_meaning_is_never_near() -> None:
-    for name, other in (
-        ("max_prompt_length", "val_prompt_length"),
-        ("val_prompt_length", "prompt_length"),
-        ("eval_batch_size", "rollout_batch_size"),
-        ("input_length", "output_length"),
-        ("min_length", "max_length"),
-    ):
-        assert nearest(name, [other], 0.5) is None, name
-    for name, right in (
-        ("rollout_batchsize", "rollout_batch_size"),
-        ("num_return_sequences", "num_return_sequences_in_group"),
-        ("tensor_parallel_size", "tensor_model_parallel_size"),
-        ("temprature", "temperature"),
-    ):
-        assert nearest(name, [right]) == right

@@ -1,8 +1,5 @@
 """The words of other tools (TRL, verl, NeMo-RL, axolotl) and the keys that have their meaning here."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 # {train} and {infer} are the student's sections, {role} is the role of the written key, or {train};
 # NOTHING precedes the reason why a word has no counterpart here
 NOTHING = "nothing: "
@@ -127,13 +124,3 @@ def advice(path: str, train: str, infer: str) -> str | None:
     inside = next((number for number, part in enumerate(parts) if part in SECTIONS), 0)  # of a role
     place = place.format(train=train, infer=infer, role=".".join(parts[:inside]) or train)
     return f"remove it ({place.removeprefix(NOTHING)})" if place.startswith(NOTHING) else f"use {place}"
-
-
-def leaves(section: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield the dotted path of each value below the section at `path` that is not itself a section."""
-    for key, value in section.items():
-        place = f"{path}.{key}"
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, place)
-        else:
-            yield place

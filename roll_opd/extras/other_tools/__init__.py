@@ -1,0 +1,1 @@
+"""Words of other tools: hints for people who know TRL, verl, NeMo-RL or axolotl."""
