@@ -1,1 +1,1 @@
-"""Words of other tools: hints for people who know TRL, verl, NeMo-RL or axolotl."""
+"""Configurations of other tools: hints on their words, and refusals of ROLL's pipelines that do not exist here."""
