@@ -42,10 +42,6 @@ IGNORED_SUPERVISED = _names("""
     max_additional_running_prompts
 """)
 
-IGNORED_ENVIRONMENT = _names("""
-    use_thread_lock agent_runner_cls agent_runner_config tools model_name max_traj_tokens
-""")
-IGNORED_ENV_MANAGER = _names("llm_proxy group_filter_cls group_size_redundancy model_type")
 IGNORED_WORKER = _names("""
     name world_size model_update_frequency backend_timeout mtp_training_mode
     max_concurrency use_remove_padding sequence_length_round_in_train
@@ -182,16 +178,6 @@ SCHEDULES: dict[str, Schedule] = {
 }
 KL_PENALTIES_LATER = ("full",)
 PG_KEYS = frozenset({"worker_cls", "pg_variant", "topr_positive_weight", "topr_negative_weight"})
-PG_WORKER = "actor_pg_worker"  # part of the dotted path of ROLL's classes that read pg_variant
-# ROLL's pg_variant -> arguments whose defaults differ from the loss's
-PG_VARIANTS: dict[str, dict[str, Any]] = {
-    "vanilla": {},
-    "ppo": {},
-    "tis": {},
-    "topr": {"sign_of": "reward"},
-    "cispo": {"clip_low": 0.1, "clip_high": 0.1},
-    "kimi15": {},
-}
 # keys that pure distillation fixes: key -> accepted values
 PURE_FIXED: dict[str, tuple[object, ...]] = {
     "adv_estimator": ("reinforce", "on_policy_distill"),

@@ -1,8 +1,10 @@
 """Fill in unset keys with the values that follow from `algorithm_type`, from keys of Trinity-RFT, and from the mode."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from roll_opd.base.entry_points import entries, load
 from roll_opd.base.registry import Registry, argument_problems
 from roll_opd.config.roll_keys import PG_KEYS
 from roll_opd.config.schema import Top, Worker, changed
@@ -17,10 +19,29 @@ from roll_opd.objective.algorithms import (
     merged_arguments,
 )
 from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES, AlgorithmError
-from roll_opd.planner.pg_variants import Variant, read_variant
 
 # keys that are filled in even if they are set
 RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy loss that `pg_variant` selects.
+
+    `name` is the name of the loss in ROLL. `key` is the dotted path of the key `pg_variant`.
+    """
+
+    key: str
+    name: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def is_of_role(self) -> bool:
+        """Whether the key is set in a role.
+
+        ROLL reads the key only in a role. If the key is set, ROLL computes ratios only per token.
+        """
+        return "." in self.key
 
 
 def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
@@ -59,7 +80,14 @@ def _variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
     """Return the policy loss that ROLL's `pg_variant` selects, or None if the configuration has no such key."""
     if top.pg_variant is None and not any(worker.written & PG_KEYS for worker in workers.values() if worker):
         return None
-    return read_variant(top, workers)
+    for entry in entries("loss_variants").values():
+        found: Variant | None = load(entry)(top, workers)
+        return found
+    sections: list[Top | Worker] = [top, *filter(None, workers.values())]
+    for section in sections:
+        if section.pg_variant is not None:
+            section.diag.error("pg_variant", "selects a loss of roll_opd/extras, which is not installed; remove it")
+    return None
 
 
 def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str, Any]:

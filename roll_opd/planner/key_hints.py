@@ -47,7 +47,7 @@ READ_BY: dict[str, Collection[str]] = {
     **dict.fromkeys(("use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer"), MEGATRON),
     **dict.fromkeys(("use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train"), LEARNERS),
 }
-# keys for which role_reader.py and compat/pg_variants.py check the role together with the value
+# keys for which role_reader.py and rl_losses/pg_variants.py (extras) check the role together with the value
 CHECKED = ("data_args", "training_args", "generating_args", "worker_cls", "pg_variant")
 # options of strategy_args.strategy_config that are often written elsewhere
 MEGATRON_OPTIONS = frozenset({

@@ -21,12 +21,18 @@ from roll_opd.config.schema import (
     keys_of,
 )
 
+# ROLL's keys without effect here
+IGNORED_ENVIRONMENT = frozenset(
+    ["use_thread_lock", "agent_runner_cls", "agent_runner_config", "tools", "model_name", "max_traj_tokens"]
+)
+IGNORED_ENV_MANAGER = frozenset(["llm_proxy", "group_filter_cls", "group_size_redundancy", "model_type"])
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentKeys(Section):
     """`custom_envs.TAG`: a game, and the templates of the model's prompts."""
 
-    ignored = roll.IGNORED_ENVIRONMENT
+    ignored = IGNORED_ENVIRONMENT
     env_type: Name = key("", "the game: a name in docs/environments.md, a dotted path, gymnasium:ID, or an id of GEM")
     env_config: dict[str, Any] = key({}, "its arguments")
     env_manager_cls: str | None = key(
@@ -59,7 +65,7 @@ class EnvironmentKeys(Section):
 class EnvironmentsPlayed(Section):
     """`train_env_manager` and `val_env_manager`: the games, and the number of trajectories of each game."""
 
-    ignored = roll.IGNORED_WORKER | roll.IGNORED_ENV_MANAGER | keys_of(Worker).keys() - {"generating_args"}
+    ignored = roll.IGNORED_WORKER | IGNORED_ENV_MANAGER | keys_of(Worker).keys() - {"generating_args"}
     tags: Texts = key((), "tags of the environments in custom_envs that are played")
     num_env_groups: Many = key(128, "number of groups of trajectories, as a sum over all tags")
     num_groups_partition: Several[Count] | None = key(

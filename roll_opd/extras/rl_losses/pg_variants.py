@@ -1,31 +1,21 @@
 """Read ROLL's key `pg_variant`, which names the policy loss."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.config.roll_keys import PG_VARIANTS, PG_WORKER
 from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Top, Worker
+from roll_opd.planner.expand import Variant
 
-
-@dataclass(frozen=True)
-class Variant:
-    """A policy loss that `pg_variant` selects.
-
-    `name` is the name of the loss in ROLL. `key` is the dotted path of the key `pg_variant`.
-    """
-
-    key: str
-    name: str
-    arguments: Mapping[str, Any]
-
-    @property
-    def is_of_role(self) -> bool:
-        """Whether the key is set in a role.
-
-        ROLL reads the key only in a role. If the key is set, ROLL computes ratios only per token.
-        """
-        return "." in self.key
+PG_WORKER = "actor_pg_worker"  # part of the dotted path of ROLL's classes that read pg_variant
+# ROLL's pg_variant -> arguments whose defaults differ from the loss's
+PG_VARIANTS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "ppo": {},
+    "tis": {},
+    "topr": {"sign_of": "reward"},
+    "cispo": {"clip_low": 0.1, "clip_high": 0.1},
+    "kimi15": {},
+}
 
 
 def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
