@@ -30,6 +30,7 @@ from roll_opd.models.model_info import read_model
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 from roll_opd.models.weight_files import lost_weights
 from roll_opd.pipelines import history
+from roll_opd.pipelines.check_machine import machine_problems, other_blocks
 from roll_opd.pipelines.check_user_code import check_user_code
 from roll_opd.pipelines.checkpoints import (
     ADAPTER,
@@ -44,7 +45,6 @@ from roll_opd.pipelines.checkpoints import (
 )
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.user_code import task_keys
-from roll_opd.planner.check_machine import machine_problems, other_blocks
 from roll_opd.rewards import reward_registry as rewards
 
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # names in torch.cpu.get_capabilities: two for x86, one for ARM

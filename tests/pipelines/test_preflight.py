@@ -22,6 +22,8 @@ from roll_opd.commands import run as launcher
 from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.inference import cpu_attention
 from roll_opd.inference.engine_arguments import CPU_BLOCK_MULTIPLE
+from roll_opd.pipelines import check_machine
+from roll_opd.pipelines.check_machine import machine_problems, other_blocks
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
 from roll_opd.pipelines.preflight import (
     checkpoint_problems,
@@ -30,9 +32,7 @@ from roll_opd.pipelines.preflight import (
     package_problems,
     preflight,
 )
-from roll_opd.planner import check_machine
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.check_machine import machine_problems, other_blocks
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 
