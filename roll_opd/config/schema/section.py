@@ -16,12 +16,12 @@ from pydantic_core import CoreSchema
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.roll_keys import report_ignored
 
-T = TypeVar("T")
+V = TypeVar("V")
 S = TypeVar("S", bound="Section")
 OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 
 
-def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "") -> T:
+def key(default: V, meaning: str, origin: str = "ROLL", *, also: str = "") -> V:
     """Declare a key.
 
     Args:
@@ -35,7 +35,7 @@ def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "") -> T:
     return field(default=default, metadata=metadata)
 
 
-def derived(default: T) -> T:
+def derived(default: V) -> V:
     """Declare a value that the planner fills in. A user cannot set it."""
     metadata = {"derived": True}
     if isinstance(default, dict):
