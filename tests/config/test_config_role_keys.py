@@ -1,6 +1,7 @@
 """Keys in a section where they have no effect: hint and warning name the right place."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -83,3 +84,10 @@ def test_a_key_of_another_meaning_is_never_near() -> None:
         ("temprature", "temperature"),
     ):
         assert nearest(name, [right]) == right
+
+
+def test_a_derived_value_is_no_key(problems: Problems) -> None:
+    names = {item.name for item in fields(Worker)} - keys_of(Worker).keys() - Worker.ignored
+    found = problems({f"teacher.{name}": 1 for name in names})
+    assert {"info", "layout", "devices"} < names
+    assert {text.partition(":")[0] for text in found} == {f"teacher.{name}" for name in names}
