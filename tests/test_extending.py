@@ -224,7 +224,7 @@ from dataclasses import replace
 from roll_opd.base.failures import ConfigError
 from roll_opd.config.schema import PIPELINES
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.describe import to_json
+from roll_opd.commands.describe import to_json
 
 plan = load_plan("demo", "rlvr", ["keep=2"], pipeline="best_and_worst")
 mixed = load_plan("demo", "rlvr_opd", [], pipeline="best_and_worst")
@@ -295,7 +295,7 @@ import json
 from roll_opd.base.failures import ConfigError
 from roll_opd.pipelines.check_user_code import check_user_code
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.describe import to_json
+from roll_opd.commands.describe import to_json
 
 def planned(*overrides):
     return load_plan("examples/demo", "onpolicy_distill", [*{OTHER_TEACHER!r}, *overrides], pure=True)

@@ -87,11 +87,11 @@ def _plan_advice() -> dict[str, PlanAdvice]:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.base.terminal import columns, echo
+    from roll_opd.commands.describe import to_json
+    from roll_opd.commands.plan_text import to_text
     from roll_opd.pipelines.check_machine import warnings_here
     from roll_opd.pipelines.user_code import uses_user_code
     from roll_opd.planner.build import load_plan
-    from roll_opd.planner.describe import to_json
-    from roll_opd.planner.plan_text import to_text
 
     try:
         chosen = pipeline_arguments(arguments)

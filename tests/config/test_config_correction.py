@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from roll_opd.commands.plan_text import to_text
 from roll_opd.config.plan import CorrectionPlan, RunPlan, TokenFilterPlan
-from roll_opd.planner.plan_text import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from roll_opd.commands.describe import to_json
+from roll_opd.commands.plan_text import to_text
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.describe import to_json
-from roll_opd.planner.plan_text import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

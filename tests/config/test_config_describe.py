@@ -9,12 +9,12 @@ import pytest
 from config_assets import PARAMETERS, write_config, write_model
 
 from roll_opd.base.paths import REPOSITORY
+from roll_opd.commands.describe import to_json
 from roll_opd.commands.main import main
+from roll_opd.commands.plan_text import to_text
 from roll_opd.models.memory import readable_bytes
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.describe import to_json
 from roll_opd.planner.device_mapping import short_devices
-from roll_opd.planner.plan_text import to_text
 
 
 def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ import pytest
 from roll_assets import localise
 
 from roll_opd.base.paths import REPOSITORY
+from roll_opd.commands.plan_text import to_text
 from roll_opd.config.plan import Layout, RunPlan
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.plan_text import to_text
 
 EXAMPLES = REPOSITORY / "examples"
 DISTILL, MIXED = "qwen3-8B-onpolicy-distill-megatron", "qwen3-8B-rlvr-opd-megatron"

@@ -10,12 +10,12 @@ import pytest
 from config_assets import SIZES, set_key
 from safetensors.numpy import save_file
 
+from roll_opd.commands.describe import to_json
+from roll_opd.commands.plan_text import to_text
 from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.models.adapter_files import CONFIG, HARMLESS, WEIGHTS, adapter_config, read_adapter, tensor_name
 from roll_opd.models.model_files import ModelFilesError
-from roll_opd.planner.describe import to_json
 from roll_opd.planner.lora_keys import LINEAR
-from roll_opd.planner.plan_text import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

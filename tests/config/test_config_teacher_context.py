@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from config_assets import write_model
 
+from roll_opd.commands.plan_text import to_text
 from roll_opd.config.plan import FollowingPlan, RunPlan
-from roll_opd.planner.plan_text import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from roll_opd.commands.describe import to_json
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.describe import to_json
 from roll_opd.workflows import WORKFLOWS, WorkflowError
 from roll_opd.workflows.workflow_checks import advice
 

@@ -7,12 +7,12 @@ import pytest
 
 from roll_opd.base.command_line import ENTRIES
 from roll_opd.base.failures import ConfigError
+from roll_opd.commands.describe import to_json
+from roll_opd.commands.plan_text import to_text
 from roll_opd.config.schema import PIPELINES
 from roll_opd.pipelines.check_user_code import check_user_code
 from roll_opd.pipelines.user_code import uses_user_code
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.describe import to_json
-from roll_opd.planner.plan_text import to_text
 
 pytestmark = pytest.mark.extras
 

@@ -9,6 +9,8 @@ import pytest
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.cluster.forkserver.forkserver_start import cold_roles, of_servers
+from roll_opd.commands.describe import to_json
+from roll_opd.commands.plan_text import objective_text, to_text
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.device_phases import members_of
 from roll_opd.models.memory import estimate_memory
@@ -19,8 +21,6 @@ from roll_opd.pipelines.run_facts import run_facts
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation
 from roll_opd.pipelines.startup import started
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.describe import to_json
-from roll_opd.planner.plan_text import objective_text, to_text
 from roll_opd.workers.colocation import DeviceScheduler
 
 URL = "http://teacher.example:8000"

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from roll_opd import __version__
+from roll_opd.commands.plan_text import objective_text
 from roll_opd.config.plan import RunPlan, SamplingPlan
 from roll_opd.extras.cards.card_settings import public, settings_table, steps_text
 from roll_opd.extras.cards.origin import base_model, cached, licence, model_name
@@ -18,7 +19,6 @@ from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.pipelines.example_prompt import NEUTRAL
 from roll_opd.pipelines.history import RunPart
 from roll_opd.pipelines.run_hooks import RunHook
-from roll_opd.planner.plan_text import objective_text
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from roll_opd.base.terminal import table, wrapped
+from roll_opd.commands.describe import OTHER_TAGS, SIZES, to_json
 from roll_opd.config.plan import AuxiliaryPlan, CorrectionPlan, RunPlan, TrainPlan
 from roll_opd.config.schema import (
     ContextKeys,
@@ -19,7 +20,6 @@ from roll_opd.config.schema import (
 )
 from roll_opd.models.device_phases import members_on_gpus
 from roll_opd.models.memory import device_memory, fullest, readable_bytes
-from roll_opd.planner.describe import OTHER_TAGS, SIZES, to_json
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.rewards.reward_registry import REWARDS
 from roll_opd.rollout.staleness import Pace
