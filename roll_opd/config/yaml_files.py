@@ -34,7 +34,10 @@ class CheckedFiles(FileConfigSource):
             return super().load_config(config_path)
         check_file(path)
         state = path.stat()
-        return _parsed_once((path, state.st_mtime_ns, state.st_size), self, super().load_config, config_path)
+        try:
+            return _parsed_once((path, state.st_mtime_ns, state.st_size), self, super().load_config, config_path)
+        except yaml.YAMLError as error:  # a key that is written twice
+            raise ConfigError([yaml_message(error, path)]) from None
 
 
 class HydrasOwnFiles(ImportlibResourcesConfigSource):
