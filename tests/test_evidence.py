@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.each import each
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "claims"
 FILES = sorted(RESULTS.rglob("*.json"))  # `repeated`: seeds 1 to 3 on another machine, `unseen`: 7 to 9
@@ -55,7 +57,7 @@ def sections() -> list[tuple[list[str], str]]:
     return [(LINK.findall(text), text) for text in texts if LINK.search(text)]
 
 
-@pytest.mark.parametrize(("names", "text"), sections(), ids=[names[0] for names, _ in sections()])
+@each(("names", "text"), sections())
 def test_every_number_of_a_section_is_in_its_result_files(names: list[str], text: str) -> None:
     known = numbers_in([json.loads((RESULTS / f"{name}.json").read_text()) for name in names])
     assert [shown for shown in NUMBER.findall(prose_of(text)) if not is_in(shown, known)] == []
@@ -66,7 +68,7 @@ def test_a_number_that_was_not_measured_is_found() -> None:
     assert [is_in(shown, known) for shown in ("8", "21", "21.0", "21.04", "22", "20.9")] == [True] * 4 + [False] * 2
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
+@each("file", FILES)
 def test_every_run_that_was_started_is_in_its_result_file(file: Path) -> None:
     result = json.loads(file.read_text())
     assert [{"arm": run["arm"], "seed": run["seed"]} for run in result["runs"]] == result["started"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
+from tests.each import each
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -103,18 +103,18 @@ def test_files_modules_and_functions_exist_and_typos_do_not() -> None:
     assert not exists("roll_opd.clip")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@each("page", PAGES)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert list(dead_links(page)) == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != PAST], ids=str)
+@each("page", [page for page in PAGES if page != PAST])
 def test_paths_and_modules_on_a_page_exist(page: Path) -> None:
     named = {name for name in CODE.findall(prose(page)) if FILE.fullmatch(name) or MODULE.fullmatch(name)}
     assert [name for name in sorted(named) if not exists(name)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@each("page", PAGES)
 def test_named_tests(page: Path) -> None:
     named = {name for name in CODE.findall(prose(page)) if re.fullmatch(r"test_\w+\*?", name)} - KEYS
     missing = [name for name in sorted(named) if not fnmatch.filter(names_of_tests(), name)]

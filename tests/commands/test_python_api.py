@@ -15,9 +15,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import roll_opd
 from roll_opd.commands import python_api
+from tests.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         *(1, -2, 2.5, 1e-05, True, False, None, "", "a", "1", "true", "null", "a b", "a,b=c", "x: y", "[1]", "{a}"),

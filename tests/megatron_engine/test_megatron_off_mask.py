@@ -11,6 +11,7 @@ from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.value_model import _loss as critic_loss
 from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES
+from tests.each import each
 
 LENGTHS = (4, 3, 5)
 LOSSES = sorted(name for name in POLICY_LOSSES.builtin if POLICY_LOSSES.facts(name).needs is None)
@@ -47,8 +48,8 @@ def update(arrays: dict[str, torch.Tensor], objective: ObjectivePlan, new: torch
     return loss.item(), leaf.grad.tolist(), {name: float(value) for name, value in sums.items()}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("wild", [math.nan, math.inf, -math.inf])
+@each("loss", LOSSES)
+@each("wild", [math.nan, math.inf, -math.inf])
 def test_nothing_off_the_mask_is_read(loss: str, wild: float) -> None:
     objective = ObjectivePlan(policy_loss=loss, kl_loss="corrected_k3", kl_loss_coef=0.1)
     arrays, new = columns(3), -torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(4))

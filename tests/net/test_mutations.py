@@ -9,6 +9,8 @@ import pytest
 from mutations import PACKAGE, REPOSITORY, file_of, file_of_test
 from wrong_formulas import WRONG_FORMULAS
 
+from tests.each import each
+
 
 @pytest.mark.nightly  # one run of tests for each
 @pytest.mark.timeout(1800)
@@ -19,7 +21,7 @@ def test_every_wrong_formula_fails_a_test() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("formula", WRONG_FORMULAS, ids=lambda formula: formula.name)
+@each("formula", WRONG_FORMULAS)
 def test_the_table_of_wrong_formulas_matches_the_package(formula) -> None:
     assert formula.right != formula.wrong
     file_of(formula.right, REPOSITORY / PACKAGE)

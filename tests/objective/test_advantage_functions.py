@@ -10,6 +10,7 @@ from roll_opd.objective.advantages.batch import RewardBatch
 from roll_opd.objective.advantages.grpo import grpo
 from roll_opd.objective.registry import ADVANTAGES as REGISTRY
 from roll_opd.objective.token_advantages import token_advantages
+from tests.each import each
 
 ADVANTAGES = {name: REGISTRY.find(name) for name in REGISTRY.builtin}
 
@@ -226,7 +227,7 @@ ARGUMENTS: dict[str, list[dict]] = {
     "rec": [{"std_normalize": True}, {"drop": "balance"}, {"drop": "balance", "std_normalize": True}],
 }
 CASES = [(name, arguments) for name in ADVANTAGES for arguments in ({}, *ARGUMENTS.get(name, []))]
-case = pytest.mark.parametrize(("name", "arguments"), CASES, ids=[f"{name}-{args}" for name, args in CASES])
+case = each(("name", "arguments"), CASES)
 
 
 def test_every_advantage_has_a_reference() -> None:
@@ -244,7 +245,7 @@ def test_equals_its_formula(name: str, arguments: dict) -> None:
         torch.testing.assert_close(again, found.rewards, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted({"grpo", "step_wise_grpo"} & ADVANTAGES.keys()))
+@each("name", sorted({"grpo", "step_wise_grpo"} & ADVANTAGES.keys()))
 def test_flat_groups_and_groups_of_one_are_dropped(name: str) -> None:
     """As in Trinity-RFT: d is flat, b has one sample. As steps, d has one run."""
     found = ADVANTAGES[name](batch(1), std_threshold=0.0)
@@ -270,13 +271,13 @@ def test_order_of_groups_does_not_matter(name: str, arguments: dict) -> None:
     torch.testing.assert_close(ADVANTAGES[name](moved, **arguments).rewards, wanted)
 
 
-@pytest.mark.parametrize("name", sorted({"grpo", "rloo", "opmd", "rec"} & ADVANTAGES.keys()))
+@each("name", sorted({"grpo", "rloo", "opmd", "rec"} & ADVANTAGES.keys()))
 def test_equal_rewards_teach_nothing(name: str) -> None:
     found = ADVANTAGES[name](batch(0, equal=True)).rewards
     assert [n for n in range(len(GROUPS)) if abs(found[n]) > 1e-9] == [2]  # the group of one
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@each("name", ADVANTAGES)
 def test_advantages_of_one_sample_and_of_no_sample(name: str) -> None:
     wanted = [0.0 if name == "on_policy_distill" else 2.0]
     assert ADVANTAGES[name](RewardBatch(torch.tensor([2.0]), ["a"], states=["s"])).rewards.tolist() == wanted
@@ -289,7 +290,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
         grpo(alone, rank_penalty=0.1)
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+@each("gamma", [0.0, 0.9, 1.0])
 def test_reinforceplusplus_to_the_token(gamma: float) -> None:
     """Discounted returns-to-go, whitened over the batch."""
     generator = torch.Generator().manual_seed(4)

@@ -11,6 +11,7 @@ from roll_opd.objective.aggregation import MODES, token_weights
 from roll_opd.objective.losses.batch import MAX_LOG_RATIO, LossBatch, probability_ratio
 from roll_opd.objective.losses.bounds import beyond_bounds
 from roll_opd.objective.registry import POLICY_LOSSES as REGISTRY
+from tests.each import each
 
 POLICY_LOSSES = {name: REGISTRY.find(name) for name in REGISTRY.builtin}
 # pairs of sequences; one without a token, one without an action
@@ -35,7 +36,7 @@ POLICY_GRADIENT = (
     "rec",
 )
 CASES = [case for case in CASES if case[0] in POLICY_LOSSES]  # a room of roll_opd/extras may be absent
-case = pytest.mark.parametrize(("name", "arguments"), CASES, ids=[f"{name}-{args}" for name, args in CASES])
+case = each(("name", "arguments"), CASES)
 
 
 def batch(seed: int, *, spread: float = 0.3, dtype: torch.dtype = torch.float64, rewards: bool = False) -> LossBatch:
@@ -103,7 +104,7 @@ def test_every_loss_has_a_reference() -> None:
 
 
 @case
-@pytest.mark.parametrize("spread", [0.3, 30.0])
+@each("spread", [0.3, 30.0])
 def test_equals_its_formula(name: str, arguments: dict, spread: float) -> None:
     for seed in range(3):
         made = batch(seed, spread=spread, rewards=seed == 2)
@@ -142,7 +143,7 @@ def test_gradients_of_losses_equal_central_differences(name: str, arguments: dic
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - STOPPED))
+@each("name", sorted(set(POLICY_LOSSES) - STOPPED))
 def test_gradcheck(name: str) -> None:
     made = batch(9)
 
@@ -153,7 +154,7 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(total, (start,))
 
 
-@pytest.mark.parametrize("name", [name for name in POLICY_GRADIENT if name in POLICY_LOSSES])
+@each("name", [name for name in POLICY_GRADIENT if name in POLICY_LOSSES])
 def test_on_policy_gradient_is_the_policy_gradient(name: str) -> None:
     made = batch(11)
     made = replace(made, old_logprobs_M=made.logprobs_M.detach())
@@ -169,7 +170,7 @@ def test_sequence_ratio_has_the_gradient_of_its_mean() -> None:
 
 
 @case
-@pytest.mark.parametrize("mode", MODES)
+@each("mode", MODES)
 def test_no_split_and_no_order_changes_loss_and_gradient(name: str, arguments: dict, mode: str) -> None:
     """Only pairs must stay together."""
     made = batch(13)
@@ -192,8 +193,8 @@ def test_no_split_and_no_order_changes_loss_and_gradient(name: str, arguments: d
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize("lengths", [(3, 2), (0, 0), (0, 4)])
+@each("name", POLICY_LOSSES)
+@each("lengths", [(3, 2), (0, 0), (0, 4)])
 def test_nothing_to_learn_from(name: str, lengths: tuple[int, ...]) -> None:
     count = sum(lengths)
     new = torch.full((count,), -math.inf, requires_grad=True)
@@ -206,7 +207,7 @@ def test_nothing_to_learn_from(name: str, lengths: tuple[int, ...]) -> None:
 
 
 @case
-@pytest.mark.parametrize("distance", [40.0, 1e4])
+@each("distance", [40.0, 1e4])
 def test_extreme_logprobs_stay_finite(name: str, arguments: dict, distance: float) -> None:
     for sign in (1.0, -1.0):
         new = torch.tensor([-distance, -1e-7, -distance, -1e-7, 0.0, -1.0], requires_grad=True)
@@ -218,7 +219,7 @@ def test_extreme_logprobs_stay_finite(name: str, arguments: dict, distance: floa
         assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("distance", [1e3, 1e30, math.inf])
+@each("distance", [1e3, 1e30, math.inf])
 def test_ratio_is_bounded(distance: float) -> None:
     new = torch.tensor([distance, -distance]).requires_grad_()
     ratio = probability_ratio(new, torch.zeros(2))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from roll_opd.objective.returns import discounted_to_go, turns_to_go
+from tests.each import each
 
 
 def naive(values: list[float], counted: list[bool], acted: list[bool], discount: float) -> list[float]:
@@ -24,8 +25,8 @@ def naive(values: list[float], counted: list[bool], acted: list[bool], discount:
     return found
 
 
-@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("seed", range(20))
+@each("discount", [0.0, 0.5, 1.0])
+@each("seed", range(20))
 def test_equals_a_loop_over_turns(seed: int, discount: float) -> None:
     rng = np.random.default_rng(seed)
     lengths = [int(length) for length in rng.integers(0, 15, 5)]

@@ -8,6 +8,8 @@ from runs import AGENTIC, Run, launch
 from safetensors.torch import load_file
 from stage import PURE, SHORT, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
+from roll_opd.workers import outage
+
 pytestmark = pytest.mark.extras
 
 GROUP_SIZE = 4
@@ -89,9 +91,10 @@ def test_the_teacher_plays_what_validation_plays(stage: Stage, games: str) -> No
 
 @pytest.mark.parametrize(("steps", "least"), [(1, 16), pytest.param(3, 50, marks=pytest.mark.nightly)])
 def test_faults_end_their_own_trajectory_alone(
-    stage: Stage, games: str, tmp_path: Path, steps: int, least: int
+    stage: Stage, games: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, least: int
 ) -> None:
     """Each fault is counted once under its name, and every other trajectory is trained on once."""
+    monkeypatch.setattr(outage, "DOUBT_S", 2.0)  # seconds in which a game's timeout may be an outage
     log = tmp_path / "faults"
     run = played(
         stage, games, "faulty_sums", "actor_train", f"custom_envs.Game.env_config={{log: {log}}}", f"max_steps={steps}"

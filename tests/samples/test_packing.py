@@ -21,6 +21,7 @@ from roll_opd.samples.sharding import (
     singles,
     split_balanced,
 )
+from tests.each import each
 
 LIMITS = [
     MicroBatchLimits(),
@@ -44,7 +45,7 @@ def numbers(parts: list[list[Unit]]) -> list[list[int]]:
     return [[number for unit in part for number in unit.numbers] for part in parts]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 8, 50])
+@each("parts", [1, 2, 3, 8, 50])
 def test_split_takes_every_sequence_once_and_balances(parts: int) -> None:
     for lengths in batches():
         split = split_balanced(lengths, parts)
@@ -69,8 +70,8 @@ def test_each_goes_to_the_lightest_part() -> None:
         assert split_balanced(lengths, 5) == [sorted(part) for part in wanted]
 
 
-@pytest.mark.parametrize("multiple", [2, 3, 4])
-@pytest.mark.parametrize("limits", LIMITS)
+@each("multiple", [2, 3, 4])
+@each("limits", LIMITS)
 def test_interleaved_stages_get_a_multiple_of_micro_batches(limits: MicroBatchLimits, multiple: int) -> None:
     for lengths in batches(50):
         parts = numbers(micro_batches(singles(lengths), limits, multiple))
@@ -79,7 +80,7 @@ def test_interleaved_stages_get_a_multiple_of_micro_batches(limits: MicroBatchLi
         assert all(parts) or len(lengths) < len(parts)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+@each("limits", LIMITS)
 def test_micro_batches_respect_their_limits(limits: MicroBatchLimits) -> None:
     for lengths in batches():
         parts = numbers(micro_batches(singles(lengths), limits))
@@ -112,8 +113,8 @@ def test_not_more_micro_batches_than_needed() -> None:
             assert len(equal) == -(-len(lengths) // 4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 60])
-@pytest.mark.parametrize("limits", LIMITS)
+@each("ranks", [1, 2, 4, 60])
+@each("limits", LIMITS)
 def test_assignment_covers_the_batch(limits: MicroBatchLimits, ranks: int) -> None:
     for lengths in batches(40):
         assigned = assign(singles(lengths), ranks, limits)
@@ -127,8 +128,8 @@ def test_assignment_covers_the_batch(limits: MicroBatchLimits, ranks: int) -> No
         assert assigned == assign(singles(lengths), ranks, limits)
 
 
-@pytest.mark.parametrize("limits", [MicroBatchLimits(), MicroBatchLimits(sequences=3), MicroBatchLimits(tokens=40)])
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@each("limits", [MicroBatchLimits(), MicroBatchLimits(sequences=3), MicroBatchLimits(tokens=40)])
+@each("ranks", [1, 2, 5])
 def test_pairs_stay_side_by_side(limits: MicroBatchLimits, ranks: int) -> None:
     lengths = [3, 30, 14, 9, 2, 2, 25, 26, 7, 1]
     packs = [pack for rank in assign(neighbours(lengths, 2), ranks, limits) for pack in rank]
@@ -167,8 +168,8 @@ def naive_shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt: int) ->
     return length if 8 * length >= len(tokens) else 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 60])
-@pytest.mark.parametrize("limits", LIMITS)
+@each("ranks", [1, 2, 4, 60])
+@each("limits", LIMITS)
 def test_relatives_are_read_together_where_that_is_less_work(limits: MicroBatchLimits, ranks: int) -> None:
     for seed in range(30):
         sequences = families(seed)
@@ -209,7 +210,7 @@ def test_relatives_part_where_a_rank_would_idle() -> None:
     assert relatives(same, 4, MicroBatchLimits()) == singles([12] * 4)
 
 
-@pytest.mark.parametrize("limits", LIMITS[1:])
+@each("limits", LIMITS[1:])
 def test_one_micro_batch_less_would_not_do(limits: MicroBatchLimits) -> None:
     """With equal parts, one of them would exceed the limits."""
     for lengths in batches():
@@ -251,8 +252,8 @@ def within_a_second(compute: Callable[[], Assigned]) -> Assigned:
     pytest.fail("more than a second of CPU time, three times")
 
 
-@pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("kind", ["long-tailed", "more than half a micro-batch", "more than a third"])
+@each("equal", [False, True])
+@each("kind", ["long-tailed", "more than half a micro-batch", "more than a third"])
 def test_a_large_batch_is_planned_in_no_time(kind: str, equal: bool) -> None:
     """8,192 sequences for 64 ranks; the last two kinds fill micro-batches so badly that many numbers are tried."""
     rng = np.random.default_rng(1)
@@ -278,7 +279,7 @@ def test_a_large_batch_of_families_is_planned_in_no_time() -> None:
     assert sum(len(part) for rank in assigned for part in rank) == len(sequences)
 
 
-@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (8, 1), (2, 4)])
+@each(("tensor", "context"), [(1, 1), (8, 1), (2, 4)])
 def test_little_of_a_long_tailed_batch_is_padding_or_waiting(tensor: int, context: int) -> None:
     """Padding of packs and, with context parallelism, of sequences; and waiting of ranks in each micro-batch."""
     lengths = long_tailed(8192)

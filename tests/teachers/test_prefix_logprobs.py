@@ -15,6 +15,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
 from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
 from roll_opd.teachers.scorer import LOGPROBS, TeacherAnswer, Wanted
+from tests.each import each
 
 LENGTH = 5  # letters of every text
 TEXTS = ["".join(letters) for letters in product("abc", repeat=LENGTH)]
@@ -114,8 +115,8 @@ def test_the_same_tokenizer_returns_the_same_bits(pairs: Sequence[str]) -> None:
         assert found.back(sample_of(tokens_of(encoder, text)), answer).logprobs.tobytes() == answer.logprobs.tobytes()
 
 
-@pytest.mark.parametrize("student", EVERY_BYTE)
-@pytest.mark.parametrize("teacher", EVERY_BYTE)
+@each("student", EVERY_BYTE)
+@each("teacher", EVERY_BYTE)
 def test_log_probs_are_those_of_loops_over_all_covers(student: str, teacher: str) -> None:
     """Random top-k entries, mostly continuations of the text; ends of turns, observed text and partial characters."""
     one, other = ByteEncoder(content(student)), ByteEncoder(content(teacher))

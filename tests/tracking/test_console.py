@@ -12,6 +12,7 @@ import pytest
 from roll_opd.tracking.console import Console, cut, example, progress_line, validation
 from roll_opd.tracking.results import before_after_table, duration, loading, totals
 from roll_opd.tracking.summary import summarize, within_noise
+from tests.each import each
 
 METRICS = {
     "val_correct/all/mean": 0.445,
@@ -46,7 +47,7 @@ def test_a_line_of_a_step() -> None:
     assert "ref" not in WHOLE and "reference 10%" in line_of(short={"teacher": "reference"})
 
 
-@pytest.mark.parametrize("width", range(40, len(WHOLE) + 2))
+@each("width", range(40, len(WHOLE) + 2))
 def test_a_line_fits_and_leaves_out_as_little_as_it_can(width: int) -> None:
     line = line_of(width=width)
     assert len(line) <= width
@@ -248,9 +249,7 @@ def test_the_script_asks_with_a_prompt_of_the_run(prompt: str, kept: str) -> Non
     assert found == kept
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (252, "4m12s"), (3900, "1h05m"), (183600, "2d03h")]
-)
+@each(("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (252, "4m12s"), (3900, "1h05m"), (183600, "2d03h")])
 def test_durations_are_written_in_their_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

@@ -39,6 +39,7 @@ from roll_opd.workers.frozen_model import FollowingWorker, LogprobWorker
 from roll_opd.workers.group import ActorGroup, actor
 from roll_opd.workers.sampler import RolloutWorker
 from roll_opd.workers.student import TrainWorker
+from tests.each import each
 
 EVERYONE = (
     PhaseMember("student", Kind.STUDENT, frozenset({0, 1})),
@@ -87,7 +88,7 @@ def assert_devices_are_alone(machine: PhaseMachine, state: State, acting: str) -
             assert set(there) <= {acting}, (state, acting)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each("seed", range(100))
 def test_a_role_that_acts_has_what_it_needs_and_its_devices(seed: int) -> None:
     machine, state, drawn = PhaseMachine(EVERYONE), State(), random.Random(seed)
     for member in drawn.sample(EVERYONE, len(EVERYONE)):

@@ -18,6 +18,7 @@ from roll_opd.samples.call_settings import CALL_SETTINGS, UNKNOWN, call_row
 from roll_opd.workflows.model_wrapper import ModelWrapper, Responses
 from roll_opd.workflows.run_state import RUN, RunState, TeacherContexts
 from roll_opd.workflows.workflow_experience import Experience, TokenLimits, trained
+from tests.each import each
 from tests.workflows.sampled import Sampled
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -83,7 +84,7 @@ def test_a_conversation_has_the_versions_of_its_responses_and_none_between(token
     assert {version for version, is_sampled in zip(versions, mask, strict=True) if not is_sampled} == {None}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_sampled_text_is_never_made_tokens_again(tokenizer: Any, seed: int) -> None:
     """A turn continues any sampled tokens exactly or not at all, also special tokens and partial characters."""
     engine = Sampled(tokenizer, seed=seed)

@@ -26,6 +26,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.tracking.opd_metrics import opd_metrics
 from roll_opd.tracking.summary import ACCURACY
+from tests.each import each
 
 FIRST = {ENTROPY: 1.0, AGREEMENT: 0.6, LENGTH: 20.0, REWARD: 0.3}
 STALE = Path(__file__).parents[3] / "benchmarks/results/async_effective_samples.json"
@@ -118,7 +119,7 @@ def test_the_alarm_of_old_samples_sounds_before_the_recorded_reward_falls(bound:
 WARNED = {"async_S8_forward_42", "async_S8_grpo_42", "async_cap1000_S4_42", "async_demo_S8_42", "async_demo_S8_43"}
 
 
-@pytest.mark.parametrize("file", AHEAD, ids=lambda file: f"{file.parent.parent.name}-{file.parent.name}")
+@each("file", AHEAD)
 def test_the_alarm_of_old_samples_sounds_before_a_validation_that_is_much_lower(file: Path) -> None:
     """In runs with S = 0 to 8 on one H100, a loss of 0.4; validations were four or eight steps apart."""
     with gzip.open(file, "rt", encoding="utf-8") as lines:

@@ -8,6 +8,7 @@ from roll_opd.extras.graders.choices import chosen, options_of, right_choices
 from roll_opd.extras.graders.rewards.multiple_choice import MultipleChoice
 from roll_opd.rewards.interface import RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve
+from tests.each import each
 
 CITIES = {"A": "Rome", "B": "Paris", "C": "Both A and B", "D": "-5"}
 
@@ -75,13 +76,13 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("response", READ)
+@each("response", READ)
 def test_the_choice_of_a_response(response: str) -> None:
     letters, _ = chosen(response, {})
     assert letters == (None if READ[response] is None else frozenset(READ[response]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("truth", "letters"),
     [
         *[(text, "B") for text in ("B", "b", "(B)", "B.", "B)", "B) text", "B: text", "(B) text", r"\boxed{B}", "$B$")],

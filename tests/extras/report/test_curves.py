@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 
 from roll_opd.extras.report.curves import averaged, downsample, ends, spread, trend
 from roll_opd.extras.report.samples import fair_limit
 from roll_opd.pipelines.sample_record import token_ends
 from roll_opd.tracking.run_directory import to_json
+from tests.each import each
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 4, 5, 9, 10, 11, 99, 100, 101, 1001, 7777])
-@pytest.mark.parametrize("most", [4, 10, 100])
+@each("length", [0, 1, 2, 4, 5, 9, 10, 11, 99, 100, 101, 1001, 7777])
+@each("most", [4, 10, 100])
 def test_a_downsampled_curve(length: int, most: int) -> None:
     values = np.random.default_rng(length).normal(size=length)
     curve = [(3 * place, float(value)) for place, value in enumerate(values)]
@@ -45,7 +45,7 @@ def test_spread_has_both_ends() -> None:
     assert spread(range(1, 101), 4) == [1, 34, 67, 100] and spread([5, 6], 8) == [5, 6] and spread([], 3) == []
 
 
-@pytest.mark.parametrize("lengths", [[], [5], [100, 1], [10] * 20, [1, 2, 3, 400], list(range(60))])
+@each("lengths", [[], [5], [100, 1], [10] * 20, [1, 2, 3, 400], list(range(60))])
 def test_the_fair_limit_is_the_largest_that_fits(lengths: list[int]) -> None:
     def total(limit: int) -> int:
         return sum(min(length, limit) for length in lengths)
@@ -64,7 +64,7 @@ def by_words(tokens: Sequence[int]) -> str:
     return " ".join(["ab", "c", "défg", ""][token] for token in tokens)
 
 
-@pytest.mark.parametrize("text", ["", "plain", "é", "日本語 and 👩‍👧 ok", "\n\n a"])
+@each("text", ["", "plain", "é", "日本語 and 👩‍👧 ok", "\n\n a"])
 def test_token_ends_of_bytes(text: str) -> None:
     tokens = list(text.encode())
     ends = token_ends(by_bytes, tokens, text)
@@ -72,7 +72,7 @@ def test_token_ends_of_bytes(text: str) -> None:
     assert ends == expected
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_token_ends_of_any_bytes_rise_to_the_end_of_the_text(seed: int) -> None:
     """Bytes that are no text, too: never falling, and in the end all of it."""
     tokens = np.random.default_rng(seed).integers(0, 256, size=200).tolist()

@@ -13,6 +13,7 @@ from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from tests.each import each
 
 Trajectory = list[Sample]  # its steps, in order
 LEVELS: dict[str, dict[str, str | None]] = {
@@ -88,9 +89,9 @@ def together(one: Sample, levels: dict[str, str | None], by_tag: bool) -> Callab
     return is_peer
 
 
-@pytest.mark.parametrize("by_tag", [False, True])
-@pytest.mark.parametrize("levels", LEVELS.values(), ids=LEVELS)
-@pytest.mark.parametrize("seed", range(8))
+@each("by_tag", [False, True])
+@each("levels", LEVELS.values())
+@each("seed", range(8))
 def test_gigpo_is_two_comparisons(seed: int, levels: dict[str, str | None], by_tag: bool) -> None:
     """Of a trajectory's sum with those of its peers, and of a step's return with those from its state of its game."""
     made, gamma = games(seed), 0.8
@@ -115,9 +116,9 @@ def test_gigpo_is_two_comparisons(seed: int, levels: dict[str, str | None], by_t
     assert found(made, "gigpo", plan, **levels, **weights) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("by_tag", [False, True])
-@pytest.mark.parametrize("levels", LEVELS.values(), ids=LEVELS)
-@pytest.mark.parametrize("seed", range(8))
+@each("by_tag", [False, True])
+@each("levels", LEVELS.values())
+@each("seed", range(8))
 def test_step_reinforce_compares_returns_of_steps(seed: int, levels: dict[str, str | None], by_tag: bool) -> None:
     made, gamma = games(seed), 0.9
     worths = {e.id: worth for t in made for e, worth in zip(t, returns(t, gamma), strict=True)}
@@ -130,8 +131,8 @@ def test_step_reinforce_compares_returns_of_steps(seed: int, levels: dict[str, s
     assert found(made, "step_reinforce", plan, step_reward_gamma=gamma, **levels) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gigpo", "step_reinforce", "grpo", "step_wise_grpo"])
-@pytest.mark.parametrize("seed", range(5))
+@each("name", ["gigpo", "step_reinforce", "grpo", "step_wise_grpo"])
+@each("seed", range(5))
 def test_the_order_of_trajectories_does_not_matter(name: str, seed: int) -> None:
     """The trajectories of a group need not be adjacent; also by tag."""
     rng, made = np.random.default_rng(seed), games(seed)
@@ -140,7 +141,7 @@ def test_the_order_of_trajectories_does_not_matter(name: str, seed: int) -> None
         assert found(moved, name, plan) == pytest.approx(found(made, name, plan), rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gigpo", "step_reinforce"])
+@each("name", ["gigpo", "step_reinforce"])
 def test_what_all_returns_of_a_group_have_in_common_changes_nothing(name: str) -> None:
     """Without a discount, an additional reward at the end of each trajectory adds the same amount to every return."""
     made = [steps for steps in games(2) if steps[0].group_id != "b"]  # which has nothing to be compared with
@@ -167,7 +168,7 @@ def test_a_trajectory_counts_once_however_long_it_is() -> None:
     assert set(found([short, long], "gigpo").values()) == {0.5, -0.5}
 
 
-@pytest.mark.parametrize("mean_over", [None, "group"])
+@each("mean_over", [None, "group"])
 def test_equal_returns_of_a_state_are_not_divided_by_nothing(mean_over: str | None) -> None:
     made = [[step("a", run, 0, 1.0, "x")] for run in range(3)] + [[step("a", 3, 0, 4.0, "y")]]
     worth = found(made, "gigpo", mean_cal_level=mean_over, std_cal_level="group", episode_reward_weight=0.0)
@@ -188,8 +189,8 @@ def test_a_group_that_exclusions_leave_alone_teaches_nothing() -> None:
     assert set(found([one, gone], "gigpo").values()) == {0.0}
 
 
-@pytest.mark.parametrize("by_tag", [False, True])
-@pytest.mark.parametrize("name", ["grpo", "gigpo", "step_reinforce", "step_wise_grpo", "rloo", "reinforce"])
+@each("by_tag", [False, True])
+@each("name", ["grpo", "gigpo", "step_reinforce", "step_wise_grpo", "rloo", "reinforce"])
 def test_the_only_trajectory_that_did_not_fail_teaches_nothing(name: str, by_tag: bool) -> None:
     """One of three runs of prompt a remains, and two of prompt b, which are compared as usual."""
     left = [step("a", 2, 0, 1.0, "x", "boxes"), step("a", 2, 1, 2.0, "x", "boxes")]
@@ -218,7 +219,7 @@ def test_bounds_hold_the_normalised_reward() -> None:
     assert (min(clipped.values()), max(clipped.values())) == (-1.0, 2.0)
 
 
-@pytest.mark.parametrize("name", ["gigpo", "step_reinforce"])
+@each("name", ["gigpo", "step_reinforce"])
 def test_teachers_are_added_to_it(name: str) -> None:
     """A = A_external - opd_kl_coef · (student - teacher), token by token."""
     rng = np.random.default_rng(1)
@@ -236,7 +237,7 @@ def test_teachers_are_added_to_it(name: str) -> None:
         assert total == pytest.approx(alone[e.id] - 0.5 * kl, rel=1e-5)  # formed in f32, as on the ranks
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+@each("gamma", [0.0, 0.5, 1.0])
 def test_agentic_reinforce_discounts_turns(gamma: float) -> None:
     """Three turns, a tool's words between and behind them: the last one has the reward, each before it gamma more."""
     mask = np.array([1, 1, 0, 0, 1, 0, 1, 1, 1, 0], bool)

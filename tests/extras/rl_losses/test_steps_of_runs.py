@@ -14,6 +14,7 @@ from roll_opd.samples.sample_columns import as_columns
 from roll_opd.tracking.metrics import validation_metrics
 from roll_opd.tracking.opd_metrics import opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
+from tests.each import each
 
 
 def step(group: str, run: int | None, number: int, reward: float, tokens: int = 2) -> Sample:
@@ -39,8 +40,8 @@ def advantages(experiences: list[Sample], name: str, **arguments) -> list[float]
     return [float(e.advantages[0]) for e in external_advantages(experiences, objective)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "opmd"])
+@each("seed", range(20))
+@each("name", ["grpo", "rloo", "reinforce", "opmd"])
 def test_baselines_count_runs(name: str, seed: int) -> None:
     """The reference compares a step with the mean of the runs' mean rewards and the larger of two deviations."""
     rng = np.random.default_rng(seed)
@@ -70,7 +71,7 @@ def test_steps_of_equal_runs_are_no_giants() -> None:
     assert advantages(experiences, "grpo") == pytest.approx([0.5 / (1 / 3) ** 0.5, -0.5 / (1 / 3) ** 0.5] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_an_advantage_of_a_step_is_bounded(seed: int) -> None:
     """By sqrt(n) of n steps in runs of one length, as where n samples are compared, and by sqrt(1.5 n) in others.
 
@@ -90,7 +91,7 @@ def test_an_advantage_of_a_step_is_bounded(seed: int) -> None:
     assert 0 < largest <= (sum(lengths) * (1 if seed % 2 else 1.5)) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "opmd"])
+@each("name", ["grpo", "rloo", "reinforce", "opmd"])
 def test_runs_of_one_step_are_as_samples(name: str) -> None:
     """Same bits, also if another group has runs of several steps."""
     rng = np.random.default_rng(3)
@@ -119,7 +120,7 @@ def test_samples_without_a_run_are_runs_of_their_own() -> None:
     assert advantages([step("a", None, 0, float(run)) for run in range(4)], "grpo") == with_runs
 
 
-@pytest.mark.parametrize("seed", range(10))
+@each("seed", range(10))
 def test_metrics_of_rewards_count_runs(seed: int) -> None:
     rng = np.random.default_rng(seed)
     experiences, means = [], []

@@ -34,6 +34,7 @@ from roll_opd.workflows import (
 )
 from roll_opd.workflows.plugins import find_reward, load_plugins
 from roll_opd.workflows.workflow_experience import EID, TokenLimits, WorkflowError, by_run, trained
+from tests.each import each
 from tests.workflows.sampled import Sampled
 from tests.workflows.test_call_tree import play
 from tests.workflows.test_workflow_endpoint import Served, served
@@ -174,8 +175,8 @@ def experience(run: int, step: int, reward: float, tokens: int = 2) -> Experienc
     return Experience(tokens=[1] * (tokens + 1), logprobs=[-0.5] * tokens, reward=reward, eid=EID(run=run, step=step))
 
 
-@pytest.mark.parametrize("enable_step_norm", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@each("enable_step_norm", [False, True])
+@each("seed", range(20))
 def test_advantages_of_steps_compare_the_last_ones_of_their_runs(seed: int, enable_step_norm: bool) -> None:
     """For any order of the returned steps; the reference compares the rewards of the runs' last steps."""
     rng = np.random.default_rng(seed)
