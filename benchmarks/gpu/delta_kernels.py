@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll_opd.megatron import delta_rule
+from roll_opd.megatron import gated_delta_net
 
 LENGTHS = (200, 1, 64, 130, 65, 17)  # compared
 ROW = 2048  # tokens of a timed sequence
@@ -40,10 +40,10 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    kernel = delta_rule._fla_kernel() if options.device == "cuda" else None
+    kernel = gated_delta_net._fla_kernel() if options.device == "cuda" else None
     rules: dict[str, Rule] = {"torch": torch_rule}
     if kernel is not None:
-        rules["fla"] = delta_rule.gated_delta_rule
+        rules["fla"] = gated_delta_net.gated_delta_rule
     found: dict[str, Any] = {"device": options.device, "differences": {}}
     for dtype in (torch.bfloat16, torch.float32):
         given = inputs(LENGTHS, options.heads, 1, options.width, dtype, options.device)
@@ -71,22 +71,22 @@ def inputs(lengths: Sequence[int], groups: int, each: int, width: int, dtype: to
     return [*(part.to(dtype) for part in (query, key, value)), decay, random(groups, each).sigmoid()]
 
 
-def rows(lengths: Sequence[int], device: torch.device) -> delta_rule.SequenceRows:
-    return delta_rule.sequence_rows(list(itertools.accumulate(lengths, initial=0)), device)
+def rows(lengths: Sequence[int], device: torch.device) -> gated_delta_net.SequenceRows:
+    return gated_delta_net.sequence_rows(list(itertools.accumulate(lengths, initial=0)), device)
 
 
 def torch_rule(*given: Any) -> Tensor:
     """Return the outputs of torch's chunked form, as without flash-linear-attention."""
-    kept, delta_rule._fla_kernel = delta_rule._fla_kernel, lambda: None  # type: ignore[assignment]
+    kept, gated_delta_net._fla_kernel = gated_delta_net._fla_kernel, lambda: None  # type: ignore[assignment]
     try:
-        return delta_rule.gated_delta_rule(*given)
+        return gated_delta_net.gated_delta_rule(*given)
     finally:
-        delta_rule._fla_kernel = kept
+        gated_delta_net._fla_kernel = kept
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, sequences: Any) -> Tensor:
     """Return the outputs, one token after another, from the definition."""
-    query, key = (x / (x.square().sum(-1, keepdim=True) + delta_rule.NORM_EPSILON).sqrt() for x in (query, key))
+    query, key = (x / (x.square().sum(-1, keepdim=True) + gated_delta_net.NORM_EPSILON).sqrt() for x in (query, key))
     out = []
     for start, end in itertools.pairwise(sequences.bounds.tolist()):
         state = value.new_zeros(*value.shape[1:3], query.size(-1), value.size(-1))

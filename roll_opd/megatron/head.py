@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.megatron.context_parallel import TokenOwners
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
-from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
-from roll_opd.megatron.moments import vocab_parallel_moments
+from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_moments, vocab_parallel_topk
+from roll_opd.megatron.packing import TokenOwners
 from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.objective.divergences import ColumnSum
 
@@ -79,7 +78,7 @@ class OutputHead:
         return self._gather(vocab_parallel_entropy(self.hidden_mE, self.vocab))
 
     def moments(self, settings_M3: Tensor) -> Tensor:
-        """Return the moments of each scored token's log-prob, f32 [M, X]; see `moments.vocab_parallel_moments`."""
+        """Return the moments of each scored token's log-prob, f32 [M, X]; see `logprobs.vocab_parallel_moments`."""
         settings_m3 = self._select(settings_M3)
         return self._gather(vocab_parallel_moments(self.hidden_mE, self.vocab, self.targets_m, settings_m3))
 

@@ -4,7 +4,7 @@ f32 layers are always local. The numerical tests need f32, but Transformer Engin
 
 megatron-core's local spec has two gaps: its norm does not support sequence parallelism, and its attention does not
 support packed sequences. `LocalRMSNorm` and `PackedAttention` close these gaps on every device. The module
-`family_layers` adds the layers of model families that differ from Llama's.
+`local_layers` also has the layers of model families that differ from Llama's.
 """
 
 import os
@@ -23,18 +23,20 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
-from roll_opd.megatron.family_layers import (
+from roll_opd.megatron.gated_delta_net import gated_delta_net
+from roll_opd.megatron.latent_attention import latent_attention
+from roll_opd.megatron.local_layers import (
     BiasedExperts,
+    DenseLayer,
     ExpertOutput,
     FamilyAttention,
+    PackedSelfAttention,
+    fits,
     norm_class,
     pieces_of,
     place_norms,
     query_key_norm,
 )
-from roll_opd.megatron.gated_delta_net import gated_delta_net
-from roll_opd.megatron.latent_attention import latent_attention
-from roll_opd.megatron.local_layers import DenseLayer, PackedSelfAttention, fits
 from roll_opd.megatron.router import PackedRouter
 from roll_opd.models.families.family import DELTA
 

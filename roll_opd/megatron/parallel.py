@@ -15,10 +15,10 @@ from megatron.core import parallel_state, tensor_parallel
 
 from roll_opd.base.hardware import CUBLAS_WORKSPACE
 from roll_opd.config.plan import Layout
-from roll_opd.megatron.context_parallel import ContextRank
 from roll_opd.megatron.cpu import install_cpu_port, shared_groups
 from roll_opd.megatron.flash_kernels import check_kernel
 from roll_opd.megatron.fused_updates import fuse_gradient_norm, fuse_weight_gradients
+from roll_opd.megatron.packing import ContextRank
 from roll_opd.megatron.rotary import install_rotary
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # a user's settings of CUDA's allocator

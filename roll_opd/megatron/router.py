@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from roll_opd.megatron.family_layers import pieces_of
+from roll_opd.megatron.local_layers import pieces_of
 from roll_opd.megatron.packing import PackedSequences
 from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.samples.sharding import ROUTER_LOSSES

@@ -59,7 +59,7 @@ class Columns:
         - picked: sum of `picked_CK` over the tensor ranks, f64 [C, K]
         """
         if has_kernels(logits_CV):
-            from roll_opd.megatron.head_kernels import peaks_and_sums
+            from roll_opd.megatron.triton_kernels import peaks_and_sums
 
             own_C, sums_C = peaks_and_sums(logits_CV)
             largest_C = self.reduce(own_C.clone(), dist.ReduceOp.MAX)
@@ -142,7 +142,7 @@ def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Return whether `head_kernels` computes the softmax.
+    """Return whether `triton_kernels` computes the softmax.
 
     It is used only on a GPU. It is not used with torch's deterministic algorithms, because its results may depend on
     the layout.

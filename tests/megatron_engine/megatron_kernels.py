@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from roll_opd.megatron import head_kernels, layer_kernels
+from roll_opd.megatron import triton_kernels
 
 
 def random(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -20,7 +20,7 @@ def test_largest_logit_and_sum_are_those_of_logsumexp_with_padding_and_with_an_e
     logits[2] = -torch.inf  # a rank that has padding alone
     logits[3, 100] = 300.0
     before = logits.clone()
-    peaks, sums = head_kernels.peaks_and_sums(logits)
+    peaks, sums = triton_kernels.peaks_and_sums(logits)
     assert torch.equal(logits, before)
     real = [0, 1, 3, 4]
     assert torch.equal(peaks[real], logits.amax(1)[real]) and peaks[2] <= -1e30 and sums[2] == 0
@@ -30,7 +30,7 @@ def test_largest_logit_and_sum_are_those_of_logsumexp_with_padding_and_with_an_e
 def test_a_logit_that_is_not_finite_gives_no_finite_log_prob() -> None:
     logits = torch.zeros(2, 10)
     logits[0, 3], logits[1, 9] = torch.inf, torch.nan
-    peaks, sums = head_kernels.peaks_and_sums(logits)
+    peaks, sums = triton_kernels.peaks_and_sums(logits)
     assert not torch.isfinite(logits[:, 0] - (peaks + sums.log())).any()
 
 
@@ -43,7 +43,7 @@ def test_gradient_of_log_probs_is_that_of_log_softmax_also_for_targets_of_other_
     picked = (logits * scale).gather(1, targets.clamp(0, 4999)[:, None])[:, 0]
     ((torch.where(mine, picked, 0) - normaliser) * grads).sum().backward()
     raw = logits.detach().float()
-    found = head_kernels.logprob_gradient(raw, normaliser.detach(), grads, targets, scale, torch.float32)
+    found = triton_kernels.logprob_gradient(raw, normaliser.detach(), grads, targets, scale, torch.float32)
     torch.testing.assert_close(found.double(), logits.grad, rtol=1e-5, atol=1e-7)
 
 
@@ -59,7 +59,7 @@ def test_heads_are_normed_and_rotated_and_so_are_their_gradients(
     weights = [torch.rand(width).add(0.5).requires_grad_() for _ in range(2)] if has_norm else []
     angles = 6 * torch.rand(tokens, width // 2)
     given = weights or [None, None]
-    found = layer_kernels.NormAndRotate.apply(
+    found = triton_kernels.NormAndRotate.apply(
         mixed, *given, angles.cos(), angles.sin(), (heads, groups, width), epsilon
     )
 
@@ -91,7 +91,7 @@ def test_swiglu_and_its_gradient_are_torchs() -> None:
     exact = both.detach().double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     gradient = random(7, 1, 1500)
-    found, wanted = layer_kernels.SwiGLU.apply(both), functional.silu(gate) * up
+    found, wanted = triton_kernels.SwiGLU.apply(both), functional.silu(gate) * up
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
     [ours] = torch.autograd.grad(found, both, gradient)
     [theirs] = torch.autograd.grad(wanted, exact, gradient.double())
@@ -99,9 +99,9 @@ def test_swiglu_and_its_gradient_are_torchs() -> None:
 
 
 def test_nothing_is_run_without_tokens() -> None:
-    peaks, sums = head_kernels.peaks_and_sums(torch.zeros(0, 7))
+    peaks, sums = triton_kernels.peaks_and_sums(torch.zeros(0, 7))
     assert len(peaks) == len(sums) == 0
     none = torch.zeros(0)
     arguments = none.double(), none, none.long(), 1.0, torch.bfloat16
-    assert head_kernels.logprob_gradient(torch.zeros(0, 7), *arguments).shape == (0, 7)
-    assert layer_kernels.SwiGLU.apply(torch.zeros(0, 1, 8)).shape == (0, 1, 4)
+    assert triton_kernels.logprob_gradient(torch.zeros(0, 7), *arguments).shape == (0, 7)
+    assert triton_kernels.SwiGLU.apply(torch.zeros(0, 1, 8)).shape == (0, 1, 4)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.megatron.context_parallel import ContextRank, zigzag
-from roll_opd.megatron.packing import PackedBatch, pack
+from roll_opd.megatron.packing import ContextRank, PackedBatch, pack, zigzag
 from roll_opd.samples.sample import Sample
 
 MULTIPLE = 8

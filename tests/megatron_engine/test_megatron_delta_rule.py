@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from roll_opd.megatron.delta_rule import causal_convolution, chunked_delta_rule, gated_delta_rule, sequence_rows
+from roll_opd.megatron.gated_delta_net import causal_convolution, chunked_delta_rule, gated_delta_rule, sequence_rows
 
 SIZES = {  # lengths of sequences, key heads, value heads per key head, widths of keys and values
     "short": ([1, 3, 2], 2, 1, 4, 6),

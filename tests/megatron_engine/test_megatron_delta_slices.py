@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll_opd.megatron.weights.delta_slices import DELTA_SLICINGS
 from roll_opd.megatron.weights.source import TensorSource
-from roll_opd.megatron.weights.tensor_slices import SliceSizes
+from roll_opd.megatron.weights.tensor_slices import DELTA_SLICINGS, SliceSizes
 from roll_opd.models.delta_sizes import DeltaSizes
 
 DELTA = DeltaSizes(key_heads=4, value_heads=12, key_width=2, value_width=5, taps=3)

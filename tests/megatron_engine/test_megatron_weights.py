@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import Qwen3Config
 
-from roll_opd.megatron.transformer_settings import enabled_attention_backend
+from roll_opd.megatron.model_builder import enabled_attention_backend
 from roll_opd.megatron.weights.model_weights import ENDS, CheckedSource, ModelWeights, is_zeroed
 from roll_opd.megatron.weights.source import TensorSource
 from roll_opd.megatron.weights.tensor_slices import QKV, GateUp, Replicated, SliceSizes, Split, TensorSlice, VocabRows

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, module_name
-from roll_opd.megatron.weights.delta_slices import DELTA_SLICINGS
 from roll_opd.megatron.weights.source import FileSource, TensorSource
 from roll_opd.megatron.weights.stream import (
     ParameterShard,
@@ -26,7 +25,7 @@ from roll_opd.megatron.weights.stream import (
     peers_of_expert,
     tensor_rank,
 )
-from roll_opd.megatron.weights.tensor_slices import TENSOR_SLICINGS, SliceSizes, SliceSource
+from roll_opd.megatron.weights.tensor_slices import DELTA_SLICINGS, TENSOR_SLICINGS, SliceSizes, SliceSource
 from roll_opd.models.delta_sizes import delta_sizes
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import Entry, layer_entries
