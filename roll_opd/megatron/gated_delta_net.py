@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from roll_opd.base.installed import is_installed
 from roll_opd.megatron.attention import blocks_of_similar_size
 from roll_opd.megatron.packing import PackedSequences
-from roll_opd.models.delta_sizes import DeltaSizes
+from roll_opd.models.families.qwen_hybrid import DeltaSizes
 
 CHUNK = 64  # tokens
 SMALLEST_CHUNK = 16  # tokens, for rows of short sequences

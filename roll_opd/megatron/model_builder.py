@@ -44,9 +44,9 @@ from roll_opd.megatron.weights.model_weights import ModelWeights
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from roll_opd.models.delta_sizes import delta_sizes
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import Pieces
+from roll_opd.models.families.qwen_hybrid import delta_sizes
 from roll_opd.models.model_files import decoder_prefix
 from roll_opd.models.model_info import EXPERT_COUNTS, layers_with_experts, read_model
 from roll_opd.models.supported import unsupported, usable

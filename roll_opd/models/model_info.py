@@ -14,10 +14,9 @@ from typing import Any
 
 from roll_opd.base.failures import os_sentence
 from roll_opd.base.paths import PathError, find_path, hub_hint, places
-from roll_opd.models.delta_sizes import KEYS as DELTA_KEYS
-from roll_opd.models.delta_sizes import DeltaSizes, delta_layers
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import positions
+from roll_opd.models.families.qwen_hybrid import DELTA_KEYS, DeltaSizes, delta_layers
 from roll_opd.models.model_files import MULTIMODAL, decoder_config, is_kept, stored_tensors, weight_files
 from roll_opd.models.model_files import ModelFilesError as ModelFilesError
 from roll_opd.models.model_files import StoredTensor as StoredTensor

@@ -13,8 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from roll_opd.models.model_files import ModelFilesError, read_json
-from roll_opd.models.tokenizer_files import chat_template_of, special_tokens
-from roll_opd.models.tokenizer_reading import read_tokenizer
+from roll_opd.models.tokenizer_files import chat_template_of, read_tokenizer, special_tokens
 
 _QUESTION, _ANSWER = "roll-opd-question", "roll-opd-answer"
 

@@ -12,8 +12,8 @@ import pytest
 from annotated_types import Ge
 
 from roll_opd.base.registry import type_problem
-from roll_opd.models import engine_fields
-from roll_opd.models.engine_fields import OptionClass, decoded, encoded
+from roll_opd.models import engine_options
+from roll_opd.models.engine_options import OptionClass, decoded, encoded
 
 OPTIONS = """
 import time
@@ -53,16 +53,16 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(package.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        engine_fields, "CLASSES", {"Tiny": OptionClass("tinyengine", "options", "Options", ("limits",))}
+        engine_options, "CLASSES", {"Tiny": OptionClass("tinyengine", "options", "Options", ("limits",))}
     )
-    monkeypatch.setattr(engine_fields, "_answers", {})
+    monkeypatch.setattr(engine_options, "_answers", {})
     return package
 
 
 def read(*, in_a_new_process: bool = True) -> dict[str, Any] | None:
     if in_a_new_process:
-        engine_fields._answers.clear()
-    return engine_fields.engine_fields("Tiny")
+        engine_options._answers.clear()
+    return engine_options.engine_fields("Tiny")
 
 
 def imports(package: Path) -> int:
@@ -112,8 +112,8 @@ def test_a_damaged_cache_file_is_replaced(tiny: Path) -> None:
     (file,) = (tiny.parents[1] / "cache" / "roll_opd").glob("*.json")
     for text in ("", "{", "[]"):
         file.write_text(text, encoding="utf-8")
-        assert engine_fields._cached(file) is None
-    assert read() == first and imports(tiny) == 2 and engine_fields._cached(file)
+        assert engine_options._cached(file) is None
+    assert read() == first and imports(tiny) == 2 and engine_options._cached(file)
 
 
 def test_without_a_writable_cache_a_process_asks_once(
@@ -142,9 +142,9 @@ def test_an_engine_that_cannot_be_imported_is_reported_and_asked_again(
 def test_two_processes_at_the_same_time_import_it_once(tiny: Path) -> None:
     program = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from roll_opd.models import engine_fields\n"
-        f"engine_fields.CLASSES = {{'Tiny': engine_fields.OptionClass(*{tuple(engine_fields.CLASSES['Tiny'])!r})}}\n"
-        "print(sorted(engine_fields.engine_fields('Tiny')))"
+        "from roll_opd.models import engine_options\n"
+        f"engine_options.CLASSES = {{'Tiny': engine_options.OptionClass(*{tuple(engine_options.CLASSES['Tiny'])!r})}}\n"
+        "print(sorted(engine_options.engine_fields('Tiny')))"
     )
     both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     answers = [process.communicate(timeout=60)[0] for process in both]
@@ -154,6 +154,6 @@ def test_two_processes_at_the_same_time_import_it_once(tiny: Path) -> None:
 
 def test_an_engine_that_is_not_installed_has_no_options(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for absent in (OptionClass("no_such_engine", "a", "B"), OptionClass("tinyengine", "no_such_module", "B")):
-        monkeypatch.setattr(engine_fields, "CLASSES", {"Tiny": absent})
+        monkeypatch.setattr(engine_options, "CLASSES", {"Tiny": absent})
         assert read() is None
     assert imports(tiny) == 0

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from roll_opd.megatron.weights.source import TensorSource
 from roll_opd.megatron.weights.tensor_slices import DELTA_SLICINGS, SliceSizes
-from roll_opd.models.delta_sizes import DeltaSizes
+from roll_opd.models.families.qwen_hybrid import DeltaSizes
 
 DELTA = DeltaSizes(key_heads=4, value_heads=12, key_width=2, value_width=5, taps=3)
 SIZES = SliceSizes(heads=8, kv_heads=4, vocab=1, padded_vocab=1, delta=DELTA)

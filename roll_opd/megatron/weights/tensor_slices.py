@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from roll_opd.models.delta_sizes import DeltaSizes
 from roll_opd.models.families.family import Slicing
+from roll_opd.models.families.qwen_hybrid import DeltaSizes
 
 
 class SliceSource(Protocol):
