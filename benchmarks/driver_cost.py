@@ -39,7 +39,6 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "objective/mismatch.py": "selection, advantages, metrics",
     "objective/filters.py": "selection, advantages, metrics",
     "tracking/metrics.py": "selection, advantages, metrics",
-    "tracking/reward_metrics.py": "selection, advantages, metrics",
     "pipelines/run_logger.py": "records",
 }
 PACKAGE = "/roll_opd/"

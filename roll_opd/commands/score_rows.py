@@ -68,7 +68,7 @@ def teacher_file(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the arguments of `TeacherWriter`, except `output`. None if the output is a JSONL file of log-probs."""
     if not options.output.endswith(PARQUET):
         return None
-    from roll_opd.data.teacher_writer import digest_of
+    from roll_opd.data.teacher_files import digest_of
 
     model = read_model(find_model(options.model))
     facts = {

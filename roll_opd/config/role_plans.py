@@ -238,7 +238,7 @@ class ScorerPlan(ExternalPlan):
 
 @dataclass(frozen=True)
 class FilePlan(ExternalPlan):
-    """A teacher whose scores of given answers are stored in parquet files; see `data.teacher_formats`."""
+    """A teacher whose scores of given answers are stored in parquet files; see `data.teacher_scores`."""
 
     name: str
     files: tuple[str, ...]

@@ -14,7 +14,7 @@ from typing import Any
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.data_report import NOT_LEARNED
+from roll_opd.data.data_checks import NOT_LEARNED
 from roll_opd.data.messages import loss_mark, unread_marks, without_marks
 from roll_opd.data.rows import (
     EMPTY,

@@ -15,8 +15,7 @@ import numpy as np
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.answers import COLUMN_KEYS, HISTORY, SCHEMAS, parse_answered
-from roll_opd.data.data_checks import TagRows
-from roll_opd.data.data_report import (
+from roll_opd.data.data_checks import (
     EXAMPLES_PER_KIND,
     NOT_LEARNED,
     TEACHER_TOO_LONG,
@@ -24,6 +23,7 @@ from roll_opd.data.data_report import (
     WHOLE_TOO_LONG,
     DataReport,
     FileReport,
+    TagRows,
 )
 from roll_opd.data.files import RowFile, open_file
 from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check, template_of

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
-from roll_opd.data.data_report import NO_TOKEN, NOT_ENCODABLE, TEACHER_TOO_LONG, TOO_LONG, WHOLE_TOO_LONG, FileReport
+from roll_opd.data.data_checks import NO_TOKEN, NOT_ENCODABLE, TEACHER_TOO_LONG, TOO_LONG, WHOLE_TOO_LONG, FileReport
 from roll_opd.data.files import RowFile
 from roll_opd.data.messages import tool_name
 from roll_opd.data.rows import BadRow, DataError, Row

@@ -3,7 +3,7 @@
 Each input row is {"id", "tokens": [int], "prompt_length": P}. The output is one of these:
 
 - a JSONL file with rows {"id", "logprobs": [float]} in the same order, with the log-probs of tokens P to T-1
-- a teacher file in parquet (`data.teacher_writer`)
+- a teacher file in parquet (`data.teacher_files`)
 
 Runs under plain `torchrun`.
 """
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from roll_opd.base.terminal import echo
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
 from roll_opd.data.files import open_file
-from roll_opd.data.teacher_writer import TeacherWriter
+from roll_opd.data.teacher_files import TeacherWriter
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine, TargetRequest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from roll_opd.config.plan import DataPlan, RunPlan
 from roll_opd.data.answers import parse_answered
-from roll_opd.data.data_report import NOT_LEARNED
+from roll_opd.data.data_checks import NOT_LEARNED
 from roll_opd.data.dataset import columns_needed
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError, Row

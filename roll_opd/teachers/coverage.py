@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from roll_opd.base.failures import RunError
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check
-from roll_opd.tracking.alignment_metrics import Cut, cut_of
+from roll_opd.tracking.opd_metrics import Cut, cut_of
 
 MAX_UNCOVERED = 0.05  # largest allowed fraction of action tokens without a teacher log-prob
 ENOUGH = 1000  # the fraction is checked from this number of action tokens on

@@ -1,10 +1,14 @@
 """Metrics of validation, and statistics of values.
 
 `docs/metrics.md` lists every name. Metrics that also exist in ROLL have the same names.
+
+Metrics of a step's rewards in each domain. `docs/metrics.md` lists every name.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -121,3 +125,84 @@ def pass_at(draws: int, samples: int, right: int) -> float:
 def _powers_of_two(limit: int) -> list[int]:
     """Return the powers of two below `limit`, followed by `limit`."""
     return [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]
+
+
+MAX_REASONS, OTHERS = 20, "other"  # number of reasons with a separate metric; name for the sum of all other reasons
+MAX_REASON_LENGTH = 40  # maximum characters of a reason in a metric's name
+
+
+def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics `reward/<domain>/...` of all samples that have a reward domain.
+
+    The dict is empty if no sample has a reward domain.
+    """
+    domains = dict.fromkeys(sample.domain for sample in samples if sample.domain)
+    found: dict[str, float] = {}
+    for domain in domains:
+        found |= _domain_metrics(domain, [e for e in samples if e.domain == domain])
+    return found
+
+
+def scoring_metrics(
+    domain: str, errors: Mapping[str, int], latencies: Sequence[float], queued: Sequence[int], restarts: int
+) -> dict[str, float]:
+    """Return `reward/<domain>/{errors,timeouts}` and `time/reward/<domain>/{latency,queue,restarts}` of a step.
+
+    Args:
+        errors: failed attempts by kind.
+        latencies: seconds from the end of a sample to its score.
+        queued: the length of the queue after each change.
+        restarts: number of replaced workers.
+    """
+    by_name: Counter[str] = Counter()
+    for kind, count in errors.items():
+        by_name[_metric_part(kind)] += count
+    return {
+        f"reward/{domain}/errors": float(sum(errors.values())),
+        f"reward/{domain}/timeouts": float(errors.get("timeout", 0)),
+        **{f"reward/{domain}/errors/{name}": float(count) for name, count in sorted(by_name.items())},
+        **statistics(f"time/reward/{domain}/latency", latencies, ("p50", "p95", "max")),
+        **statistics(f"time/reward/{domain}/queue", queued, ("mean", "max")),
+        f"time/reward/{domain}/restarts": float(restarts),
+    }
+
+
+def _metric_part(text: str) -> str:
+    """Convert a reason or an error kind to a valid part of a metric's name."""
+    return re.sub(r"[^\w.-]+", "_", text)[:MAX_REASON_LENGTH].strip("_")
+
+
+def _most_common(counts: Counter[str]) -> dict[str, int]:
+    """Return the counts of the most common reasons, and one sum for all other reasons.
+
+    The number of reasons is limited, because every reason becomes a metric with its own chart.
+    """
+    common = dict(counts.most_common(MAX_REASONS))
+    others = counts.total() - sum(common.values())
+    return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})
+
+
+def _domain_metrics(domain: str, samples: Sequence[Sample]) -> dict[str, float]:
+    runs = [sample for sample in one_a_run(samples) if sample.reward is not None]
+    rewards = [e.reward for e in runs if e.reward is not None]
+    groups: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
+    for sample, reward in zip(runs, rewards, strict=True):
+        groups.setdefault(sample.group_id, []).append(reward)
+    for sample in samples:
+        for part, value in sample.reward_parts.items():
+            parts.setdefault(part, []).append(value)
+    several = [group for group in groups.values() if len(group) > 1]
+    found = statistics(f"reward/{domain}", rewards, ("mean", "max", "min"))
+    if rewards:
+        found[f"reward/{domain}/std"] = float(np.std(rewards))
+    if several:
+        found[f"reward/{domain}/zero_variance_rate"] = float(np.mean([len(set(group)) == 1 for group in several]))
+    for part, values in parts.items():
+        found |= statistics(f"reward/{domain}/{part}", values, ("mean",))
+    reasons = Counter(_metric_part(sample.reward_reason) for sample in samples if sample.reward_reason)
+    found |= {
+        f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(_most_common(reasons).items())
+    }
+    excluded = sum(sample.excluded for sample in samples)
+    return found | ({f"reward/{domain}/excluded": float(excluded)} if excluded else {})

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.data_report import DataReport
+from roll_opd.data.data_checks import DataReport
 from roll_opd.data.dataset import Prompt, open_prompts
 from roll_opd.data.templates import load_tokenizer
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.data_report import NOT_ENCODABLE, TOO_LONG
+from roll_opd.data.data_checks import NOT_ENCODABLE, TOO_LONG
 from roll_opd.data.dataset import open_prompts, short_names
 from roll_opd.data.indexing import repeated
 from roll_opd.data.rows import DataError, Row

@@ -14,7 +14,7 @@ from data_assets import write
 
 from roll_opd.config.plan import DataPlan
 from roll_opd.data import formats
-from roll_opd.data.data_report import DataReport
+from roll_opd.data.data_checks import DataReport
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.files import JsonlFile, count_rows, first_tags, open_file
 from roll_opd.data.formats import JsonArrayFile, refusal

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
-from roll_opd.data.data_report import NOT_LEARNED
+from roll_opd.data.data_checks import NOT_LEARNED
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.messages import MARKS, SPANS
 from roll_opd.data.rows import BadRow, DataError

@@ -8,8 +8,7 @@ from tokenizer_forms import random_form, random_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from roll_opd.data.mid_text import mid_text
-from roll_opd.data.templates import token_ids
+from roll_opd.data.templates import mid_text, token_ids
 
 CHARACTERS = ["▁", "▁3", "▁a", *"0123456789+=ab|user\n<>", "Ġ", "Ġ3", "Ċ"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

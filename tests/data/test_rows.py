@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
-from roll_opd.data.data_report import FILES_NAMED, NOT_ENCODABLE, DataReport
+from roll_opd.data.data_checks import FILES_NAMED, NOT_ENCODABLE, DataReport
 from roll_opd.data.dataset import Prompt, open_prompts
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import (

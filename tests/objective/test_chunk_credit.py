@@ -15,8 +15,7 @@ from roll_opd.objective.registry import POLICY_LOSSES
 from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import chunks_column, logprobs_column
-from roll_opd.tracking.alignment_metrics import alignment_metrics
-from roll_opd.tracking.opd_metrics import opd_metrics
+from roll_opd.tracking.opd_metrics import alignment_metrics, opd_metrics
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEACHERS = [TeacherPlan("plain", WORKER, 0.7), TeacherPlan("bytes", WORKER, 1.5), TeacherPlan("words", WORKER, 0.4)]

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from roll_opd.commands import run as launcher
 from roll_opd.config.plan import FilePlan, ObjectivePlan
 from roll_opd.data.dataset import Prompt
+from roll_opd.data.teacher_files import TeacherWriter
 from roll_opd.data.teacher_scores import TeacherScores
-from roll_opd.data.teacher_writer import TeacherWriter
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 from roll_opd.teachers.file_checks import file_checks
 

@@ -11,9 +11,8 @@ from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
-from roll_opd.tracking.metrics import validation_metrics
+from roll_opd.tracking.metrics import reward_metrics, validation_metrics
 from roll_opd.tracking.opd_metrics import opd_metrics
-from roll_opd.tracking.reward_metrics import reward_metrics
 from tests.each import each
 
 
