@@ -10,7 +10,10 @@ stored or because it took another branch. Such jobs run again after increasing p
 After `DOUBT_S` without a success, the jobs are the cause, and later failures of this kind are final, unless `MANY` jobs
 have failed, and more than have succeeded: then it is an outage.
 
-So an outage costs time, and no job. Before any job has succeeded, there is no control, and a failure is final.
+Before any job has succeeded, there is no control. Then a job whose error states that a service failed runs again in the
+same way, and after `DOUBT_S` without a success, the run ends. All other failures are final.
+
+So an outage costs time, and no job.
 """
 
 import asyncio
@@ -82,6 +85,7 @@ class Outage(Generic[Job]):
         self._held: list[Job] = []
         self._is_testing = False
         self._seconds, self._successes = 0.0, 0
+        self._last = Problem("", "")  # failure of the last held job
         self._of_jobs: set[str] = set()  # kinds of a service's failures that jobs cause
 
     def note_success(self, item: Any) -> None:
@@ -89,9 +93,10 @@ class Outage(Generic[Job]):
         self.control = item
         self._successes += 1
 
-    def hold(self, failed: Job) -> bool:
+    def hold(self, failed: Job, problem: Problem) -> bool:
         """Hold a failed job back, and return whether `test` must be started."""
         self._held.append(failed)
+        self._last = problem
         must_start, self._is_testing = not self._is_testing, True
         return must_start
 
@@ -107,6 +112,9 @@ class Outage(Generic[Job]):
         """
         try:
             while jobs := self._needed():
+                if self.control is None:
+                    await self._wait(self._last, [])
+                    continue
                 (answer,) = await self._answers([self.control])
                 if problem := self._problem(answer):
                     await self._wait(problem, [self.control])
@@ -143,6 +151,8 @@ class Outage(Generic[Job]):
 
         Args:
             controls: items that had succeeded and have failed. If there are none, it may be no outage.
+
+        Raises RunError if the outage does not end, or if no job has ever succeeded.
         """
         began, pause, successes = time.monotonic(), FIRST_PAUSE_S, self._successes
         limit, self.is_on = (LIMIT_S, True) if controls else (DOUBT_S, False)
@@ -156,13 +166,12 @@ class Outage(Generic[Job]):
                     await asyncio.sleep(pause)
                     *again, answer = await self._answers([*controls, tested.item])
                 pause, seconds = min(2 * pause, LONGEST_PAUSE_S), time.monotonic() - began
-                if self._problem(answer) is None:
+                if succeeded := self._problem(answer) is None:
                     self.control = tested.item
-                    self._held.remove(tested)
-                    self._settle(tested, answer)
-                if None in map(self._problem, [*again, answer]):
+                is_settled = (succeeded or not controls) and self._settled(tested, answer) is None
+                if is_settled or None in map(self._problem, again):
                     return warn(f"{self._name}: works again after {seconds:.1f} s; {len(jobs)} failed jobs run again")
-                if seconds > limit == LIMIT_S:
+                if seconds > limit and (self.is_on or self.control is None):
                     raise RunError(
                         f"{self._name}: jobs have failed for {seconds:.0f} s; the last failure: {problem.message};"
                         " restore what the jobs need, and resume the run"
@@ -181,6 +190,8 @@ class Outage(Generic[Job]):
         what = (
             "something that its jobs need is down. The run waits for it and draws no prompts meanwhile"
             if self.is_on
+            else "a service that a job needs fails, and no job has succeeded yet. Failed jobs are repeated"
+            if self.control is None
             else "a job fails again, but one that had succeeded does not. It is repeated, and the other jobs continue"
         )
         warn(f"{self._name}: {what}, for up to {limit:g} s ({problem.kind}: {problem.message})")

@@ -288,9 +288,9 @@ class ResilientPool(Generic[Item, Result]):
         elif (problem := self._failure(answer)) is None:
             self._outage.note_success(job.item)
             self._settle_now(job, answer)
-        elif self._outage.control is None or problem.is_final:
+        elif problem.is_final or (self._outage.control is None and not problem.of_a_service):
             self._settle_now(job, answer)
-        elif self._outage.hold(job):
+        elif self._outage.hold(job, problem):
             self._background(self._test_failures())
 
     async def _test_failures(self) -> None:

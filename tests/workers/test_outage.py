@@ -87,9 +87,11 @@ def test_an_outage_costs_no_job_at_any_time_and_length(capfd: pytest.CaptureFixt
 
         async def scene(pool: ResilientPool, service: Service, chance: Any = chance, kinds: Any = kinds) -> None:
             service.stores = len(kinds) == 3 and chance.random() < 0.5
-            assert await pool.submit("first") == "first"
+            from_the_start = chance.random() < 0.2  # no job has succeeded before
+            assert from_the_start or await pool.submit("first") == "first"
             items = [f"{chance.choice(kinds)} {number}" for number in range(40)]
             begins, seconds = chance.randrange(40), chance.choice((0.002, 0.02, 0.05))
+            begins = 0 if from_the_start else begins
             jobs = []
             for number, item in enumerate(items):
                 if number == begins:
@@ -118,6 +120,25 @@ def test_an_item_that_overloads_the_service_fails_after_a_while_and_its_kind_the
         assert await again == "good again"
 
     play(scene)
+
+
+def test_a_service_that_never_answered_ends_the_run_and_a_request_that_it_refuses_does_not() -> None:
+    async def scene(pool: ResilientPool, service: Service) -> None:
+        service.is_up = False
+        jobs = [pool.submit(f"good {n}") for n in range(5)]
+        found = await asyncio.gather(*jobs, return_exceptions=True)
+        assert all(isinstance(one, RunError) and FAILS in str(one) for one in found)
+
+    async def refused(pool: ResilientPool, service: Service) -> None:
+        service.is_up = False
+        jobs = [pool.submit(f"broken {n}") for n in range(5)]
+        await asyncio.sleep(0.01)
+        service.is_up = True
+        assert await asyncio.gather(*jobs) == ["failed"] * 5
+        assert await pool.submit("good") == "good"
+
+    play(scene)
+    play(refused)
 
 
 def test_many_jobs_that_fail_while_a_stored_control_succeeds_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
