@@ -2,9 +2,12 @@
 
     python tests/pipelines/outages.py PLACE JSON [--seconds N]
 
-The roles start once, and each run is a complete run in which the service ends (SIGKILL), stops (SIGSTOP) or answers
-with errors after the first step, and returns later. Each run adds a row to JSON; runs that it contains already are left
+The roles start once, and each run is a complete run in which the service ends (SIGKILL), stops (SIGSTOP), answers with
+errors, or loses its name and its connections, and returns later. This begins after the first step, with the first
+request, or with the first request of a validation. Each run adds a row to JSON; runs that it contains already are left
 out.
+
+The program runs in a mount namespace of its own, whose /etc/hosts has the service's name.
 """
 
 import argparse
@@ -49,6 +52,10 @@ SHORT = (
     "save_steps=0",
     "teacher_preflight=false",
 )
+NAME = "service.test"  # of the host
+HOSTS = "ROLL_OPD_OUTAGES_HOSTS"  # environment variable: the file that is mounted as /etc/hosts
+MARK = "20271"  # ground truth of the rows of validation
+VALIDATION = ("eval_steps=2", "+validation={data_args: {file_name: PLACE/val.jsonl}, evaluate_teacher: false}")
 CORRECTED = "train_infer_correction={is_weight: {enabled: true}}"  # of rewards
 WORKFLOW = """
 import asyncio
@@ -65,7 +72,8 @@ class AsksAService(Workflow):
 
     async def run_async(self) -> list[Experience]:
         (response,) = await self.model.chat_async(json.loads(self.task.raw_task["messages"]))
-        body = json.dumps({"samples": [response.response_text]}).encode()
+        truth = self.task.raw_task["ground_truth"]
+        body = json.dumps({"samples": [response.response_text], "truth": truth}).encode()
         request = urllib.request.Request("ADDRESS/score", body, {"Content-Type": "application/json"})
         answer = await asyncio.to_thread(urllib.request.urlopen, request, timeout=100)
         response.reward = json.loads(answer.read())["rewards"][0]
@@ -98,15 +106,16 @@ class AsksSometimes:
 class Service:
     """A server in another process."""
 
-    def __init__(self, environment: str = "") -> None:
+    def __init__(self, environment: str = "", ends_with: str | None = None) -> None:
+        """Start the server; it ends with the first request that contains `ends_with`."""
         self._port = random.randrange(20_000, 30_000)  # not among those that connections get while the service is down
         self.away = 0.0  # seconds of the last outage
-        self.url, self._environment = f"http://127.0.0.1:{self._port}", environment
-        self.start()
+        self.url, self._environment = f"http://{NAME}:{self._port}", environment
+        self.start(*([] if ends_with is None else [ends_with]))
 
-    def start(self) -> None:
+    def start(self, *ends_with: str) -> None:
         served = ["-m", "roll_opd.extras.games.serve", self._environment, "--port", str(self._port)]
-        words = served if self._environment else [outage_service.__file__, str(self._port)]
+        words = served if self._environment else [outage_service.__file__, str(self._port), *ends_with]
         self._process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
         while True:
             try:
@@ -114,6 +123,10 @@ class Service:
                 return
             except OSError:
                 time.sleep(0.05)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def end(self) -> None:
         self._process.kill()
@@ -126,11 +139,24 @@ class Service:
             for number, pause in zip(outage_service.SIGNALS[how], (seconds, 0), strict=True):
                 self._process.send_signal(number)
                 time.sleep(pause)
+        elif how == "without its name":
+            set_address("")
+            self.end()
+            self.start()
+            time.sleep(seconds)
+            set_address("127.0.0.1")
         else:
             self.end()
             time.sleep(seconds)
             self.start()
         self.away = time.monotonic() - began
+
+
+def set_address(address: str) -> None:
+    """Give the service's name an address; without one, it is unknown."""
+    Path(os.environ[HOSTS]).write_text(
+        f"127.0.0.1 localhost {socket.gethostname()}\n{address and address + ' ' + NAME}\n"
+    )
 
 
 def settings_of(kind: str, service: Service, place: Path) -> tuple[tuple[str, str], tuple[str, ...]]:
@@ -196,6 +222,9 @@ def trained_by(role: str) -> tuple[str, ...]:
 @contextmanager
 def started(place: Path) -> Iterator[Roles]:
     place.mkdir(parents=True, exist_ok=True)
+    lines = (REPOSITORY / "examples/demo/data/val.jsonl").read_text().splitlines()[:16]
+    rows = [json.loads(line) | {"ground_truth": MARK} for line in lines]
+    (place / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     longest = "prompt_length=1024"  # of the turns of a game
     plan = load_plan(*WITH_TEACHER, [*SHORT, longest, *trained_by("actor_train"), TEACHER], pure=False)
     with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
@@ -204,9 +233,12 @@ def started(place: Path) -> Iterator[Roles]:
 
 
 def run(roles: Roles, kind: str, how: str, seconds: float, s: int, name: str) -> dict[str, Any]:
-    """Make a run in which a service is away for some seconds after the first step."""
-    service = Service("number_sum" if kind == "environment" else "")
+    """Make a run in which a service is away for some seconds; `how` is a fault, or a fault and its time."""
+    fault, _, when = how.partition(", ")
+    service = Service("number_sum" if kind == "environment" else "", {FIRST: "", VALIDATING: MARK}.get(when))
     config, settings = settings_of(kind, service, roles.place)
+    if when == VALIDATING:
+        settings += tuple(setting.replace("PLACE", str(roles.place)) for setting in VALIDATION)
     train = "student_train" if config == PURE else "actor_train"
     failed: list[float] = []
 
@@ -214,9 +246,9 @@ def run(roles: Roles, kind: str, how: str, seconds: float, s: int, name: str) ->
         while not failed:
             directory = newest_run(roles.place / name)
             rows = read_jsonl(directory / "metrics.jsonl") if (directory / "metrics.jsonl").exists() else []
-            if any(row["step"] >= 1 for row in rows):
+            if service.has_ended if when else any(row["step"] >= 1 for row in rows):
                 failed.append(time.monotonic())
-                service.fail(how, seconds)
+                service.fail(fault, seconds)
             time.sleep(0.02)
 
     watcher = threading.Thread(target=fail_after_a_step, daemon=True)
@@ -293,16 +325,22 @@ def fates(path: Path) -> dict[str, Any]:
     }
 
 
+FIRST, VALIDATING = "first batch", "validation"
 RESUMED = "down, stopped and resumed"
 KINDS = ("workflow", "environment", "reward", "reward, retries of 0.5 s", "judge", "judge, retries of 0.5 s", "teacher")
 KINDS += ("own reward",)  # that stores its answers, and asks for three of four samples
 ANSWERED = ("workflow", "reward, retries of 0.5 s", "judge, retries of 0.5 s", "teacher")
+EARLY = ("workflow", "reward", "reward, retries of 0.5 s", "judge, retries of 0.5 s", "own reward")
 CELLS = [
     *((kind, how, seconds, s) for seconds, how in ((1, "down"), (5, "hangs")) for kind in KINDS for s in (0, 1)),
     *((kind, "down", 15, number % 2) for number, kind in enumerate(KINDS)),
     *((kind, "down", 60, s) for kind, s in (("workflow", 1), ("reward", 0), ("environment", 1), ("teacher", 0))),
     *((kind, "down", 60, s) for kind, s in (("judge, retries of 0.5 s", 0), ("own reward", 1))),
     *((kind, how, 5, s) for s, how in enumerate(("answers 503", "answers with garbage")) for kind in ANSWERED),
+    *((kind, f"down, {FIRST}", 15, s) for kind in EARLY for s in (0, 1)),
+    *((kind, f"down, {FIRST}", 60, 0) for kind in ("workflow", "judge, retries of 0.5 s")),
+    *((kind, f"down, {VALIDATING}", 15, s) for kind in EARLY[:-1] for s in (0, 1)),
+    *((kind, "without its name", 15, s) for kind in ("teacher", *EARLY[:-1]) for s in (0, 1)),
     *((kind, "hangs", 30, s) for kind, s in (("environment", 0), ("judge", 1), ("teacher", 1), ("workflow", 0))),
 ]
 
@@ -318,10 +356,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--resumed", action="store_true", help="stop and resume runs while the service is down")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--how", nargs="*", help="the faults, such as 'down'; the default is all")
     parsed = parser.parse_args()
-    os.chdir(REPOSITORY)
     users = parsed.place.absolute() / "users"
     users.mkdir(parents=True, exist_ok=True)
+    if HOSTS not in os.environ:
+        os.environ[HOSTS] = str(users / "hosts")
+        set_address("127.0.0.1")
+        mount = 'mount --bind "$0" /etc/hosts && exec "$@"'
+        os.execvp("unshare", ["unshare", "-m", "sh", "-c", mount, os.environ[HOSTS], sys.executable, *sys.argv])
+    parsed.place = parsed.place.absolute()
+    parsed.json = parsed.json.absolute()
+    os.chdir(REPOSITORY)
     (users / "outage_rewards.py").write_text(REWARD)
     os.environ["PYTHONPATH"] = f"{users}:{os.environ.get('PYTHONPATH', '')}"
     sys.path.insert(0, str(users))
@@ -337,6 +383,7 @@ def main() -> int:
                     write(parsed.json, done)
         return 0
     wanted = [(number, cell) for number, cell in enumerate(CELLS) if cell not in there and cell[0] in parsed.kinds]
+    wanted = [(number, cell) for number, cell in wanted if parsed.how is None or cell[1] in parsed.how]
     if not wanted:
         return 0
     with started(parsed.place / str(time.time_ns())) as roles:
