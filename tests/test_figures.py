@@ -54,7 +54,7 @@ def test_the_runs_with_outages_are_those_of_the_page() -> None:
     assert not any(run["audit"] for run in runs)
     absence = [run.get("seconds unreachable", run["seconds away"]) for run in runs]
     waits = [sum(run["outage"].values()) - away for run, away in zip(runs, absence, strict=True) if run["outage"]]
-    page = " ".join((ROOT / "docs/failures.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "benchmarks/notes.md").read_text(encoding="utf-8").split())
     resumed = sum("exits" in run for run in runs)
     for figure in (f"{len(runs)} runs", f"{resumed} of them", f"most {max(waits):.0f} s after the service"):
         assert figure in page, figure
