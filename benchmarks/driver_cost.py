@@ -36,7 +36,7 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "samples/sample_columns.py": "selection, advantages, metrics",
     "objective/reference_kl.py": "selection, advantages, metrics",
     "objective/external_advantages.py": "selection, advantages, metrics",
-    "objective/mismatch.py": "selection, advantages, metrics",
+    "objective/corrections.py": "selection, advantages, metrics",
     "objective/filters.py": "selection, advantages, metrics",
     "tracking/metrics.py": "selection, advantages, metrics",
     "pipelines/run_logger.py": "records",

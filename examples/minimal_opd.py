@@ -20,7 +20,7 @@ Data, advantage, loss and reward are the package's own functions. Everything els
     `generate` of transformers                            roll_opd/inference: vLLM, new weights after every update
     all logits [B, A, V] in memory, float32               roll_opd/megatron: tensor, pipeline and data parallelism
     prompts of one length, answers padded at the end      roll_opd/megatron/packing.py: any lengths, nothing padded
-    one update per rollout, by the weights that sampled   roll_opd/objective/mismatch.py: corrects where they differ
+    one update per rollout, by the weights that sampled   roll_opd/objective/corrections.py: corrects where they differ
     one teacher, one number per token                     docs/objectives.md: several teachers, top-k, full vocabulary
     a token's reverse KL counts for that token alone      roll_opd/objective/loss.py: discounted sums over later tokens
     the reward is only measured                           docs/mixed.md: teachers and rewards together

@@ -51,7 +51,7 @@ class FilterPlan:
     A `query_filter` removes all responses of a prompt. A `response_filter` removes single responses.
     """
 
-    type: str  # a name of `objective.sample_masks.FILTERS`
+    type: str  # a name of `objective.filters.FILTERS`
     args: FrozenDict = field(default_factory=FrozenDict)  # arguments, with ROLL's names
 
 

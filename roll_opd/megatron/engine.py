@@ -25,7 +25,7 @@ from roll_opd.megatron.model_builder import BuiltModel, HeadModel, build_model, 
 from roll_opd.megatron.offload import DeviceMemory
 from roll_opd.megatron.packing import PackedBatch, columns_of, pack
 from roll_opd.models.device_phases import Part, Phase
-from roll_opd.objective.engine_columns import tested_settings
+from roll_opd.objective.engine_evidence import tested_settings
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sharding import Packing
 from roll_opd.samples.transport import as_array

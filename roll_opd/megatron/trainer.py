@@ -19,7 +19,7 @@ from roll_opd.megatron.model_builder import HeadModel, unwrapped
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.models.device_phases import Part
 from roll_opd.objective.divergences import ColumnSum, divergence, topk_divergence
-from roll_opd.objective.engine_columns import SAMPLED_BY, engine_sums, tested_settings
+from roll_opd.objective.engine_evidence import SAMPLED_BY, engine_sums, tested_settings
 from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES, policy_loss
 from roll_opd.objective.reverse_kl import sampled_mask
@@ -62,7 +62,7 @@ class MegatronTrainer(MegatronLearner):
         - `approx_kl`: sum of r - 1 - log r, where r is the ratio
         - `opd_loss` (with a distillation term): divergence from the teachers, with their coefficients
         - `entropy` (with an entropy term): without its coefficient
-        - `engine_*` (with the columns of `objective.engine_columns`): sums over the tested tokens
+        - `engine_*` (with the columns of `objective.engine_evidence`): sums over the tested tokens
         - `demonstration_tokens` (with demonstrations): number of their tokens
         - `demonstration_loss` (with demonstrations): weighted sum of -logprobs over their tokens, for every policy loss
 

@@ -45,7 +45,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 KL_LOSS_COEF = 0.001  # default KL coefficient of algorithms with a KL loss
 EXPERT_DATA_RATIO = 0.5  # default fraction for other losses with demonstrations
 
-# names of `kl.KL_ESTIMATORS` usable as a KL loss: their gradient depends on the other model
+# names of `reference_kl.KL_ESTIMATORS` usable as a KL loss: their gradient depends on the other model
 KL_LOSSES = ("abs", "k2", "k3", "low_var_kl", "corrected_k3")
 # names usable as kl_penalty of token rewards -> ROLL's name
 KL_PENALTIES = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "mse", "k2": "mse", "k3": "low_var_kl"}

@@ -14,9 +14,9 @@ import torch
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.aggregation import loss_scales, value_scales
 from roll_opd.objective.algorithms import loss_facts
-from roll_opd.objective.engine_columns import TESTED
+from roll_opd.objective.engine_evidence import TESTED
+from roll_opd.objective.filters import sample_weights
 from roll_opd.objective.reverse_kl import advantages
-from roll_opd.objective.sample_masks import sample_weights
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, present, with_columns
 from roll_opd.samples.sample_columns import as_columns, chunks_column

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.objective.kl import KL_ESTIMATORS, READS_OLD
-from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.bounds import beyond_bounds
+from roll_opd.objective.losses.batch import LossBatch, beyond_bounds
+from roll_opd.objective.reference_kl import KL_ESTIMATORS, READS_OLD
 from roll_opd.objective.registry import policy_loss
 from roll_opd.objective.reverse_kl import advantages, sampled_mask
 

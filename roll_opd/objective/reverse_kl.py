@@ -9,8 +9,6 @@ gradient of Σ opd_kl_coef · KL(student || teacher). The sum over k is a sum ov
 
 With several teachers, Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i q_i, so the two columns Σ coef and Σ coef · q
 are enough.
-A teacher with another tokenizer may have a reverse KL per chunk instead of per token; `objective.chunk_credit` defines
-how the tokens of a chunk are credited.
 
 With async rollouts, older weights sampled the tokens. w is then the importance weight min(exp(l - l_sampling),
 `STALE_LIMIT`), so that the gradient is again the gradient of the KL at the positions of the samples. Without these
@@ -18,22 +16,43 @@ weights, the mean of the reverse KL acts on the tokens of the older weights as a
 away from the older weights, further with each update, and the accuracy falls. A low limit leaves a part of this
 gradient. Otherwise w is 1.
 
-Legend: M tokens of all sequences, concatenated.
+A teacher with another tokenizer may have a reverse KL per chunk instead of per token. A rule assigns it to the tokens
+of the chunk:
+
+    reverse_kl_i = w_i · Σ_{j in chunk of i} (l_j - q_j),    Σ_j q_j = the teacher's log-prob of the chunk
+
+| rule | w_i | |
+|---|---|---|
+| prefix | 1 | every token is a chunk: q is the log-prob of a single student token, see teachers.prefix_logprobs |
+| whole | 1 | the policy gradient of Σ over chunks of (L_S - L_T): every token of a chunk is a cause of its bytes |
+| with_previous | 1 | whole, plus the previous chunk's penalty, because the end of that chunk may depend on this chunk |
+| mean | 1 / n | n tokens share the chunk's penalty equally |
+| share | l_i / L_S | each token's part of the student's log-prob of the chunk (DPCA, arXiv 2606.09456) |
+
+l_j is the student's log-prob of token j. L_S and L_T are the log-probs of the whole chunk under the student and the
+teacher.
+
+If a chunk has only one student token, all rules except with_previous give l - q. This is exactly the penalty that a
+teacher with the student's tokenizer gives.
+
+The tokens of a chunk can change the penalty of the previous chunk only by moving the boundary between the two chunks.
+If they do not move it, with_previous has the same expected gradient as whole, but more variance.
+
+Legend: B responses with M tokens in total, concatenated.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.objective.chunk_credit import chunk_penalty
+from roll_opd.objective.losses.batch import sequence_numbers
 from roll_opd.objective.registry import AlgorithmError, opd_advantage, register_opd_advantage
-from roll_opd.objective.returns import discounted_to_go
-from roll_opd.objective.token_advantages import clipped
+from roll_opd.objective.token_advantages import clipped, discounted_to_go
 from roll_opd.samples.sample_columns import CHUNKS
 
 STALE_LIMIT = 20.0  # largest importance weight of a stale token
@@ -143,3 +162,47 @@ def sampled_mask(columns: Mapping[str, Tensor]) -> Tensor:
     """Return the mask without the tokens of demonstrations, bool [M]."""
     mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
     return mask_M if demonstration_M is None else mask_M & ~demonstration_M
+
+
+ChunkCredit = Literal["prefix", "whole", "with_previous", "mean", "share"]
+
+
+def chunk_penalty(
+    penalty_M: Tensor, student_M: Tensor, chunks_M: Tensor, lengths: Sequence[int], rule: ChunkCredit
+) -> Tensor:
+    """Return each token's penalty, [M], computed from the penalties of the tokens in its chunk.
+
+    A token without a chunk gets the penalty 0.
+
+    Args:
+        penalty_M: coefficient times (l - q) of each token.
+        student_M: the student's log-probs l.
+        chunks_M: int; a token's chunk, as the index of the chunk's first token in the response. Negative: no chunk.
+        lengths: number of tokens of each response; the sum is M.
+    """
+    credited_M = chunks_M >= 0
+    starts_B = torch.tensor([0, *lengths[:-1]], dtype=torch.int64).cumsum(0).to(chunks_M.device)
+    places_M = torch.arange(len(chunks_M), device=chunks_M.device)
+    if len(lengths):
+        firsts_M = starts_B[sequence_numbers(lengths, chunks_M.device)] + chunks_M
+        places_M = torch.where(credited_M, firsts_M, places_M)
+
+    def of_chunk(values_M: Tensor) -> Tensor:
+        return torch.zeros_like(values_M).index_add(0, places_M, values_M)[places_M]
+
+    # `where` instead of a product, since the log-prob of an observed token may be infinite
+    penalty_M = torch.where(credited_M, penalty_M, 0)
+    counts_M = of_chunk(torch.ones_like(penalty_M))
+    summed_M = of_chunk(penalty_M)
+    if rule == "mean":
+        summed_M = summed_M / counts_M
+    elif rule == "share":
+        own_M = torch.where(credited_M, student_M, 0)
+        total_M = of_chunk(own_M)
+        summed_M = summed_M * torch.where(total_M == 0, 1 / counts_M, own_M / total_M)
+    summed_M = torch.where(counts_M == 1, penalty_M, summed_M)
+    if rule == "with_previous":
+        before_M = (places_M - 1).clamp(min=0)
+        has_previous_M = (chunks_M > 0) & credited_M[before_M]
+        summed_M = summed_M + torch.where(has_previous_M, summed_M[before_M], 0)
+    return summed_M

@@ -11,10 +11,10 @@ from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.algorithms import loss_facts
 from roll_opd.objective.columns import with_total_advantages
+from roll_opd.objective.corrections import corrected, train_infer_metrics
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import GroupFilter, group_filter, mask_metrics, masked, without_rejected
-from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
 from roll_opd.pipelines.concurrent_validation import ConcurrentValidation

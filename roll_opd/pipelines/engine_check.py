@@ -14,8 +14,17 @@ from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.engine_options import CHECKED_OPTIONS
-from roll_opd.objective.engine_columns import SAMPLED_BY, compared_metrics, evidence_in, evidence_of, marked
-from roll_opd.objective.engine_evidence import DIFFERENCE, FALSE_ALARMS, ROOT_MEAN_SQUARE, EngineEvidence
+from roll_opd.objective.engine_evidence import (
+    DIFFERENCE,
+    FALSE_ALARMS,
+    ROOT_MEAN_SQUARE,
+    SAMPLED_BY,
+    EngineEvidence,
+    compared_metrics,
+    evidence_in,
+    evidence_of,
+    marked,
+)
 from roll_opd.samples.call_settings import CALL_SETTINGS, FIELDS, UNKNOWN
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check

@@ -25,7 +25,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.indexing import encode, render_row
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.models.device_phases import Phase
-from roll_opd.objective.mismatch import check_staleness
+from roll_opd.objective.corrections import check_staleness
 from roll_opd.objective.reference_kl import first_kl_coef
 from roll_opd.objective.registry import AlgorithmError
 from roll_opd.pipelines import session_arguments as arguments

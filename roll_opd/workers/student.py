@@ -17,8 +17,8 @@ from roll_opd.config.plan import (
 from roll_opd.inference.engine_arguments import DTYPE_NAMES
 from roll_opd.models.device_phases import LEARNING, NOTHING, WEIGHTS, Kind, needs
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.engine_columns import TESTED_SETTINGS, engine_metrics, marked
-from roll_opd.objective.mismatch import check_staleness
+from roll_opd.objective.corrections import check_staleness
+from roll_opd.objective.engine_evidence import TESTED_SETTINGS, engine_metrics, marked
 from roll_opd.samples.sample import Sample, TargetRef, changed, shard_sample, with_columns
 from roll_opd.samples.sharding import ROUTER_LOSSES, DPShard, ShardedBatch, TrainResult, shard_batch
 from roll_opd.samples.transport import Compact
@@ -44,7 +44,7 @@ class Student(Learner):
     async def moments(self, samples: Sequence[Sample], temperature: float, plan: EngineCheckPlan) -> list[np.ndarray]:
         """Return the moments of the sampling distribution at each response token, f32 [T-P, X] for each sample.
 
-        See `OutputHead.moments`. The samples have the columns of `engine_columns.marked`.
+        See `OutputHead.moments`. The samples have the columns of `engine_evidence.marked`.
         """
         sent = [
             changed(

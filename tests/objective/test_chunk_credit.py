@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.objective.chunk_credit import ChunkCredit
 from roll_opd.objective.columns import loss_columns, with_total_advantages
 from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES
+from roll_opd.objective.reverse_kl import ChunkCredit
 from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import chunks_column, logprobs_column

@@ -4,10 +4,9 @@ import numpy as np
 
 from roll_opd.config.plan import EngineCheckPlan, ObjectivePlan
 from roll_opd.config.schema import SamplingKeys
-from roll_opd.objective import engine_columns
+from roll_opd.objective import engine_evidence
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.engine_columns import ENGINE_LOGPROBS, SAMPLED_BY, TESTED_SETTINGS, marked
-from roll_opd.objective.engine_evidence import CURRENT, OLDER
+from roll_opd.objective.engine_evidence import CURRENT, ENGINE_LOGPROBS, OLDER, SAMPLED_BY, TESTED_SETTINGS, marked
 from roll_opd.samples.call_settings import CALL_SETTINGS, OF_RUN, UNKNOWN
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import as_columns
@@ -52,7 +51,7 @@ def test_tokens_are_tested_with_the_settings_of_their_call() -> None:
 
 
 def test_a_large_step_is_tested_at_equal_intervals(monkeypatch) -> None:
-    monkeypatch.setattr(engine_columns, "TESTED_TOKENS", 4)
+    monkeypatch.setattr(engine_evidence, "TESTED_TOKENS", 4)
     samples = [sample(((0, length),), [-1.0] * length, [True] * length) for length in (5, 1, 6)]
     found = [mark for row in marks(samples, 0) for mark in row]
     assert [place for place, mark in enumerate(found) if mark] == [0, 3, 6, 9]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from roll_opd.objective.kl import KL_ESTIMATORS, adaptive_kl_coefficient, corrected_k3
+from roll_opd.objective.reference_kl import KL_ESTIMATORS, adaptive_kl_coefficient, corrected_k3
 
 
 def clip(value: float, low: float, high: float) -> float:

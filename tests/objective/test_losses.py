@@ -8,8 +8,7 @@ import torch
 from naive_losses import CASES, REFERENCES, Sequence, outside
 
 from roll_opd.objective.aggregation import MODES, token_weights
-from roll_opd.objective.losses.batch import MAX_LOG_RATIO, LossBatch, probability_ratio
-from roll_opd.objective.losses.bounds import beyond_bounds
+from roll_opd.objective.losses.batch import MAX_LOG_RATIO, LossBatch, beyond_bounds, probability_ratio
 from roll_opd.objective.registry import POLICY_LOSSES as REGISTRY
 from tests.each import each
 

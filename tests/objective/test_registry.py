@@ -16,8 +16,8 @@ from roll_opd.base.registry import Registry, defaults
 from roll_opd.objective.advantages.batch import Normalised, RewardBatch
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, algorithm
 from roll_opd.objective.divergences import DIVERGENCES
-from roll_opd.objective.kl import KL_ESTIMATORS
 from roll_opd.objective.losses.batch import LossBatch
+from roll_opd.objective.reference_kl import KL_ESTIMATORS
 from roll_opd.objective.registry import (
     ADVANTAGES,
     POLICY_LOSSES,
@@ -68,7 +68,7 @@ def test_one_function_under_several_names_has_the_facts_of_each() -> None:
     assert advantage("gae") is advantage("reinforceplusplus") is advantage("reinforce")
     assert ADVANTAGES.facts("reinforceplusplus") == AdvantageFacts(token_defaults=whitened)
     assert ADVANTAGES.facts("gae") == AdvantageFacts(token_defaults=whitened | {"lambd": 1.0})
-    path = "roll_opd.objective.advantages.reinforce.reinforce"
+    path = "roll_opd.objective.advantages.grpo.reinforce"
     assert ADVANTAGES.facts("reinforce") == ADVANTAGES.facts(path) == AdvantageFacts()
 
 

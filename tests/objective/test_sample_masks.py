@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.objective.sample_masks import below_longest, between_difficulties, right_or_short, sample_weights
+from roll_opd.objective.filters import below_longest, between_difficulties, right_or_short, sample_weights
 
 
 def rolls_masks(scores: torch.Tensor, lengths: torch.Tensor, longest: int, n: int, low: float, high: float, most: int):

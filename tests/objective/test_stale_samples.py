@@ -15,8 +15,8 @@ from roll_opd.config.plan import (
     TeacherPlan,
 )
 from roll_opd.objective.columns import loss_columns, with_total_advantages
+from roll_opd.objective.corrections import check_staleness, corrected
 from roll_opd.objective.loss import opd_loss
-from roll_opd.objective.mismatch import check_staleness, corrected
 from roll_opd.objective.reverse_kl import STALE_LIMIT
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import as_columns, teacher_columns

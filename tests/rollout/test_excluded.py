@@ -8,8 +8,8 @@ import pytest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
 from roll_opd.objective.columns import loss_columns, value_columns, with_total_advantages
+from roll_opd.objective.corrections import corrected
 from roll_opd.objective.external_advantages import external_advantages
-from roll_opd.objective.mismatch import corrected
 from roll_opd.objective.registry import ADVANTAGES
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns

@@ -31,9 +31,9 @@ from roll_opd.config.plan import (
 )
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.objective.columns import loss_columns, with_total_advantages
+from roll_opd.objective.corrections import corrected, train_infer_metrics
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import mask_metrics, masked
-from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import kl_coefs
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.samples.sample import Sample, TargetRef

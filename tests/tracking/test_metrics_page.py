@@ -14,8 +14,8 @@ from tracking_assets import experience
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.extras.games.workflows.environment_workflow import EnvironmentWorkflow, ModelTurn, Trajectory
 from roll_opd.objective.columns import with_total_advantages
+from roll_opd.objective.corrections import train_infer_metrics
 from roll_opd.objective.filters import mask_metrics, masked
-from roll_opd.objective.mismatch import train_infer_metrics
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import reward_metrics, scoring_metrics, validation_metrics

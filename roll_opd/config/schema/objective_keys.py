@@ -73,7 +73,7 @@ class DistillationKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKeys(Section):
-    """Masks and weights of a step's samples; the formulas are in `objective.sample_masks`."""
+    """Masks and weights of a step's samples; the formulas are in `objective.filters`."""
 
     max_len_mask: bool = key(False, "mask responses of the maximum length")
     difficulty_mask: bool = key(
@@ -139,7 +139,7 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
         "prefix",
         "credit of a token if the teacher has another tokenizer; prefix: compare student and teacher in every"
         " token; other values: compare them in chunks of tokens, and assign the reverse KL of a chunk to its"
-        " tokens (see objective.chunk_credit)",
+        " tokens (see objective.reverse_kl)",
         OURS,
     )
     opd_advantage_fn: str = key(

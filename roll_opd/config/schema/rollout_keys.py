@@ -228,7 +228,7 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "correction of log-probs")
     use_kl_loss: bool | None = key(None, "add to the loss a KL term between student and reference policy")
     kl_loss_fn: str | None = key(
-        None, "estimator of the KL loss: none, or a name in objective.kl; default: low_var_kl", TRINITY
+        None, "estimator of the KL loss: none, or a name in objective.reference_kl; default: low_var_kl", TRINITY
     )
     add_token_level_kl: bool = key(
         False, "subtract the KL between student and reference policy from each token's reward"

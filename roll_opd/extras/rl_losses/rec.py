@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.bounds import outside
-from roll_opd.objective.losses.likelihood import vanilla
+from roll_opd.objective.losses.batch import LossBatch, outside
+from roll_opd.objective.losses.ratio import vanilla
 from roll_opd.objective.registry import register_policy_loss
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.bounds import beyond, outside
+from roll_opd.objective.losses.batch import LossBatch, beyond, outside
 from roll_opd.objective.losses.ratio import clipped
 from roll_opd.objective.registry import register_policy_loss
 

@@ -1,4 +1,4 @@
-"""`LossBatch`: input of policy losses.
+"""`LossBatch`, the input of policy losses, and the masks of the tokens that a loss clips.
 
 A policy loss is a function `loss(batch, *, arguments) -> [M]`. It returns one value per token, and 0 for tokens outside
 the mask. If the log-probs in the mask are finite, the values are finite. The value of a token does not depend on token
@@ -9,11 +9,14 @@ Training minimises the sum of these values, weighted by `aggregation.token_weigh
 Legend: a pack has B sequences with M scored tokens in total.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from roll_opd.objective.registry import POLICY_LOSSES, PolicyLoss
 
 MAX_LOG_RATIO = 20.0  # without a clamp, a single outlier token could overflow
 
@@ -92,3 +95,46 @@ def on_tokens(values_B: Tensor, lengths: Sequence[int]) -> Tensor:
 def sequence_numbers(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return, for each token, the index of the token's sequence, int64 [M]."""
     return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(device)
+
+
+Outside = TypeVar("Outside", bound=Callable[[LossBatch, Mapping[str, Any]], Tensor])
+
+_OUTSIDE: dict[PolicyLoss, Callable[[LossBatch, Mapping[str, Any]], Tensor]] = {}
+
+
+def outside(loss: PolicyLoss) -> Callable[[Outside], Outside]:
+    """Make the decorated function the mask of the tokens whose ratio is outside the bounds of `loss`.
+
+    The function is called with the batch and all arguments of the loss.
+    """
+
+    def decorate(mask: Outside) -> Outside:
+        _OUTSIDE[loss] = mask
+        return mask
+
+    return decorate
+
+
+def beyond_bounds(loss: str, batch: LossBatch, arguments: Mapping[str, Any]) -> Tensor:
+    """Return a mask, bool [M], of the tokens whose ratio is outside the bounds of a policy loss.
+
+    Tokens outside the batch's mask are False. A loss has the mask of its function `outside`, or the bounds 1 -
+    `clip_low` and 1 + `clip_high`. A loss without these arguments has no bounds: for example, sapo, which has a smooth
+    gate.
+
+    Args:
+        loss: name of the policy loss.
+        arguments: all arguments of the loss, including defaults.
+    """
+    own = _OUTSIDE.get(POLICY_LOSSES.find(loss))
+    if own:
+        return own(batch, arguments) & batch.mask_M
+    if {"clip_low", "clip_high"} <= arguments.keys():
+        ratio_M = batch.sequence_ratio_M if arguments.get("ratio_type") == "sequence" else batch.ratio_M
+        return beyond(ratio_M, 1 - arguments["clip_low"], 1 + arguments["clip_high"]) & batch.mask_M
+    return batch.mask_M & False
+
+
+def beyond(ratio_M: Tensor, low: float, high: float) -> Tensor:
+    """Return a mask of the ratios below `low` or above `high`."""
+    return (ratio_M < low) | (ratio_M > high)

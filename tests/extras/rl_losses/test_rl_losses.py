@@ -7,8 +7,7 @@ import torch
 
 from roll_opd.extras.rl_losses.mixed_losses import chord_mu
 from roll_opd.objective.advantages.batch import RewardBatch
-from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.bounds import beyond_bounds
+from roll_opd.objective.losses.batch import LossBatch, beyond_bounds
 from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES
 
 
