@@ -30,7 +30,7 @@ from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.teachers.kinds import TeacherStart, scorer_of
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scoring import Scorers, Teacher
-from roll_opd.teachers.view_of_teacher import view_of
+from roll_opd.teachers.views import view_of
 from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic, CriticWorker

@@ -18,7 +18,7 @@ from roll_opd.base.excerpt import excerpt
 from roll_opd.base.failures import RunError
 from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.rewards.endpoint import Endpoint, GaveUp
-from roll_opd.teachers.fingerprint import TEXT, Fingerprint
+from roll_opd.teachers.answer_cache import TEXT, Fingerprint
 from roll_opd.teachers.http_protocols import Question
 from roll_opd.teachers.http_teacher import AGREEMENT, HttpScorer
 from roll_opd.teachers.scorer import Target

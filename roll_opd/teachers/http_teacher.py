@@ -5,7 +5,7 @@ after this time without an answer. Meanwhile the run waits, and a warning is log
 contradicts its request, the request is also repeated; after `BAD_ANSWERS` such answers, the run ends. Therefore an
 update never uses a missing or wrong log-prob.
 
-Once a minute, the fixed text of `fingerprint` is scored with the other sequences. If a server then has another model,
+Once a minute, the fixed text of the fingerprint is scored with the other sequences. If a server then has another model,
 the run ends. Answers are stored only after the next of these checks.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k.
@@ -31,12 +31,10 @@ from roll_opd.models.model_info import read_model
 from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
 from roll_opd.rewards.interface import RewardError
 from roll_opd.samples.sample import TargetRef
-from roll_opd.teachers.answer_cache import FINGERPRINT, AnswerCache, request_key
-from roll_opd.teachers.fingerprint import Fingerprint
-from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply
+from roll_opd.teachers.answer_cache import FINGERPRINT, AnswerCache, Fingerprint, request_key
+from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply, TinkerEndpoint
 from roll_opd.teachers.kinds import TeacherStart, register_teacher
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
-from roll_opd.teachers.tinker_endpoint import TinkerEndpoint
 from roll_opd.workers.target_refs import hold, opened
 
 STALLED = 60.0  # seconds without an answer before a warning

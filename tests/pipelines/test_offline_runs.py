@@ -20,7 +20,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.teacher_files import TeacherWriter
 from roll_opd.data.teacher_scores import TeacherScores
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
-from roll_opd.teachers.file_checks import file_checks
+from roll_opd.teachers.file_teacher import file_checks
 
 pytestmark = pytest.mark.usefixtures("forks")
 MODELS = REPOSITORY / "examples/demo/models"

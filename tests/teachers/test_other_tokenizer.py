@@ -21,12 +21,10 @@ from roll_opd.data.templates import load_tokenizer, render_prompt, tokenize
 from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.coverage import ENOUGH, Coverage, coverage_checks
-from roll_opd.teachers.other_tokenizer import OtherTokenizer
+from roll_opd.teachers.other_tokenizer import OtherTokenizer, TurnMarkup, turn_markup
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
-from roll_opd.teachers.scoring import Scorers, Teacher
-from roll_opd.teachers.turn_markup import TurnMarkup, turn_markup
-from roll_opd.teachers.view_of_teacher import tokenizer_content, turn_end_token, view_of
+from roll_opd.teachers.scoring import ENOUGH, Coverage, Scorers, Teacher, coverage_checks
+from roll_opd.teachers.views import tokenizer_content, turn_end_token, view_of
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEXT = "347+589=936, naïve 東京 🙂!\r\nThe end."

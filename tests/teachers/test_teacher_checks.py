@@ -22,7 +22,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample import changed as with_fields
 from roll_opd.samples.sample_columns import teacher_columns
 from roll_opd.teachers.teacher_checks import WIDTH, Check, table
-from roll_opd.teachers.view_of_teacher import view_of
+from roll_opd.teachers.views import view_of
 
 DEMO = REPOSITORY / "examples/demo"
 pytestmark = pytest.mark.slow
