@@ -53,7 +53,7 @@ from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
-from roll_opd.inference.process_cleanup import die_with_parent
+from roll_opd.inference.failure import die_with_parent
 from roll_opd.models.model_info import ModelFilesError
 from roll_opd.objective.registry import AlgorithmError
 from roll_opd.pipelines.checkpoints import CheckpointError

@@ -12,8 +12,7 @@ from typing import Any
 
 from roll_opd.base.optional_torch_packages import import_without_torchvision
 from roll_opd.inference.coalesce_outputs import coalesces_outputs, ends_version, sends_versions
-from roll_opd.inference.failure import record_errors
-from roll_opd.inference.process_cleanup import ORPHAN_EXIT_CODE
+from roll_opd.inference.failure import ORPHAN_EXIT_CODE, record_errors
 
 PLUGIN_NAME = "roll_opd"
 # weight-transfer backends; `checked_*` are vLLM's, with a check that all weights arrived
@@ -83,7 +82,7 @@ def _correct_linear_attention() -> None:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            from roll_opd.inference.cpu_linear_attention import copies_single_tokens
+            from roll_opd.inference.cpu_attention import copies_single_tokens
 
             copies_single_tokens()
 

@@ -27,9 +27,8 @@ from roll_opd.inference.completion import (
     token_prompt,
 )
 from roll_opd.inference.engine_arguments import DTYPE_NAMES, UNIPROC, vllm_arguments
-from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors
+from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors, unlink_shared_memory
 from roll_opd.inference.plugin import SHARED_MEMORY
-from roll_opd.inference.process_cleanup import unlink_shared_memory
 from roll_opd.inference.sleep_mode import SleepState
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 

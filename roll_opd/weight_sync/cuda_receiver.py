@@ -14,8 +14,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
-from roll_opd.weight_sync.attention_sinks import load_sinks_by_loader
-from roll_opd.weight_sync.verify_weights import WeightVerifier
+from roll_opd.weight_sync.verify_weights import WeightVerifier, load_sinks_by_loader
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine as _Engine

@@ -14,8 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from roll_opd.samples.weight_bucket import map_bucket
-from roll_opd.weight_sync.attention_sinks import load_sinks_by_loader
-from roll_opd.weight_sync.verify_weights import WeightVerifier, clone_pending
+from roll_opd.weight_sync.verify_weights import WeightVerifier, clone_pending, load_sinks_by_loader
 
 
 @dataclass

@@ -47,7 +47,7 @@ def kill_and_see_who_is_left(process: subprocess.Popen) -> list[psutil.Process]:
 def test_a_child_follows_its_parent() -> None:
     program = """
 import multiprocessing, time
-from roll_opd.inference.process_cleanup import die_with_parent
+from roll_opd.inference.failure import die_with_parent
 
 def child(ready):
     die_with_parent(poll_seconds=0.05)
