@@ -16,8 +16,7 @@ from roll_opd.extras.games import make
 from roll_opd.extras.games.environment_interface import Environment
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.workflow import sample_seed
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns
 
 # (engine, tokens, settings, seed) of each request -> seconds of the slowest engine, and the completions in that order
 Ask = Callable[[Sequence[tuple[int, np.ndarray, SamplingPlan, int]]], tuple[float, list[Completion]]]

@@ -76,8 +76,7 @@ def _step(
 ) -> dict[str, float]:
     # imported here, because the engines' processes import this module too and do not need these modules
     from roll_opd.objective.columns import loss_columns
-    from roll_opd.samples.sample import with_columns
-    from roll_opd.samples.sample_columns import logprobs_column
+    from roll_opd.samples.sample import logprobs_column, with_columns
 
     assert plan.rollout is not None
     temperature, objective = plan.rollout.sampling.temperature, plan.objective

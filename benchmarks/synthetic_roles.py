@@ -24,7 +24,7 @@ from roll_opd.samples.sharding import Packing, TrainResult
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import BucketMemory, bucketed
 from roll_opd.weight_sync.bucket_writer import BucketHost, Written
-from roll_opd.workers import frozen_model, student
+from roll_opd.workers import model_worker, student
 from roll_opd.workers.batched_calls import Answers
 from roll_opd.workers.sampler import Request
 
@@ -110,7 +110,7 @@ def targets(tokens: int, topk: int | None) -> dict[str, np.ndarray]:
     return {"topk_ids": ids, "topk_logprobs": logprobs, "topk_rest": logprobs[:, 0].copy()}
 
 
-TeacherRank: Any = frozen_model.LogprobWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+TeacherRank: Any = model_worker.LogprobWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
 StudentRank: Any = student.TrainWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
 
 

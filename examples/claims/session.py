@@ -11,7 +11,7 @@ from make_chains import LONGEST, TASKS, write_rows
 
 import roll_opd
 from roll_opd.api import Batch, Session
-from roll_opd.samples.sample_columns import teacher_columns
+from roll_opd.samples.sample import teacher_columns
 
 # one student, one teacher and one engine on two CPU slots; every step is one update on fresh samples
 CONFIG = {

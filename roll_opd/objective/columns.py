@@ -18,8 +18,7 @@ from roll_opd.objective.engine_evidence import TESTED
 from roll_opd.objective.filters import sample_weights
 from roll_opd.objective.reverse_kl import advantages
 from roll_opd.samples.alignment import NO_CHUNK
-from roll_opd.samples.sample import Sample, present, with_columns
-from roll_opd.samples.sample_columns import as_columns, chunks_column
+from roll_opd.samples.sample import Sample, as_columns, chunks_column, present, with_columns
 
 
 def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:

@@ -24,8 +24,7 @@ from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.losses.batch import MAX_LOG_RATIO, on_tokens, sequence_means, sequence_numbers, sequence_sums
-from roll_opd.samples.sample import Sample, present, with_columns
-from roll_opd.samples.sample_columns import end_to_end
+from roll_opd.samples.sample import Sample, end_to_end, present, with_columns
 from roll_opd.samples.versions import sampling_versions
 
 Level = Literal["token", "segment", "geometric", "sequence"]

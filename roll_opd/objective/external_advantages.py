@@ -23,8 +23,7 @@ from roll_opd.objective.advantages.batch import Normalised, RewardBatch, run_mem
 from roll_opd.objective.reference_kl import by_domain, kl_coefs, reference_kl
 from roll_opd.objective.registry import ADVANTAGES, Advantage, advantage
 from roll_opd.objective.token_advantages import clipped, last_action, on_last_action, token_advantages
-from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.sample_columns import end_to_end, picked
+from roll_opd.samples.sample import Sample, changed, end_to_end, picked
 
 
 def external_advantages(

@@ -17,11 +17,11 @@ from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import GroupFilter, group_filter, mask_metrics, masked, without_rejected
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
-from roll_opd.pipelines.concurrent_validation import ConcurrentValidation
 from roll_opd.pipelines.engine_check import EngineCheck
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
+from roll_opd.pipelines.validation_runs import ConcurrentValidation
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch, FinishedGroup, RolloutContext, check_failed_rate
 from roll_opd.rollout.staleness import Pace

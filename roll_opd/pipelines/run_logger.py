@@ -17,12 +17,12 @@ from roll_opd.data.templates import load_tokenizer
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.objective.external_advantages import token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
-from roll_opd.pipelines.example_prompt import example_prompt
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.run_hooks import RunHooks
 from roll_opd.pipelines.sample_record import (
     as_f32,
+    example_prompt,
     logprobs_of,
     of_actions,
     teacher_cuts_of,

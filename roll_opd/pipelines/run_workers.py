@@ -19,10 +19,10 @@ from roll_opd.tracking.summary import LEARNED_TOKENS
 from roll_opd.weight_sync.send_weights import stream
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic
+from roll_opd.workers.model_worker import ACTOR_METRICS
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.student import Student
-from roll_opd.workers.trained_model import ACTOR_METRICS
 from roll_opd.workers.worker_progress import Writing
 
 

@@ -34,8 +34,8 @@ from roll_opd.teachers.views import view_of
 from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic, CriticWorker
-from roll_opd.workers.frozen_model import FollowingWorker, LogprobWorker
 from roll_opd.workers.group import ActorGroup, WorkerGroup
+from roll_opd.workers.model_worker import FollowingWorker, LogprobWorker
 from roll_opd.workers.reward_pool import RewardPool, RewardWorker
 from roll_opd.workers.sampler import RolloutWorker, Sampler
 from roll_opd.workers.student import Student, TrainWorker

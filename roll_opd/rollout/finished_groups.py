@@ -13,8 +13,7 @@ from pathlib import Path
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.rollout.runs import FinishedGroup
 from roll_opd.rollout.staleness import Pace
-from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.sample_columns import chunks_column, logprobs_column
+from roll_opd.samples.sample import Sample, changed, chunks_column, logprobs_column
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.versions import sampling_versions
 

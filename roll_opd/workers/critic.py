@@ -18,9 +18,8 @@ from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
 from roll_opd.samples.sharding import DPShard, ShardedBatch, shard_batch
 from roll_opd.samples.transport import Compact
 from roll_opd.tracking.metrics import statistics
-from roll_opd.workers.frozen_model import sequences_of
 from roll_opd.workers.group import actor, gathered
-from roll_opd.workers.trained_model import Learner, TrainableRank, Update, optimizer_metrics, total
+from roll_opd.workers.model_worker import Learner, TrainableRank, Update, optimizer_metrics, sequences_of, total
 
 CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
 

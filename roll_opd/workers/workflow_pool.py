@@ -13,8 +13,7 @@ from typing import Any
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import logprobs_column
+from roll_opd.samples.sample import Sample, logprobs_column
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.ray_worker import RayWorker
 from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost

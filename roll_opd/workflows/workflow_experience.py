@@ -17,8 +17,7 @@ from torch import Tensor
 from roll_opd.base.failures import WorkflowError as WorkflowError
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.samples.call_settings import CALL_SETTINGS, settings_column
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, teacher_columns
 from roll_opd.samples.versions import Versions
 
 

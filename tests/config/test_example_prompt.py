@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.pipelines.example_prompt import example_prompt
+from roll_opd.pipelines.sample_record import example_prompt
 from roll_opd.planner.build import load_plan
 from roll_opd.tracking.results import loading
 

@@ -13,8 +13,7 @@ from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES
 from roll_opd.objective.reverse_kl import ChunkCredit
 from roll_opd.samples.alignment import Alignment
-from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.sample_columns import chunks_column, logprobs_column
+from roll_opd.samples.sample import Sample, changed, chunks_column, logprobs_column
 from roll_opd.tracking.opd_metrics import alignment_metrics, opd_metrics
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())

@@ -5,8 +5,7 @@ import pytest
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
-from roll_opd.samples.sample import Sample, TargetRef
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, TargetRef, as_columns, teacher_columns
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 COEFFICIENTS = {"a": 0.7, "b": 1.5}

@@ -11,8 +11,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.objective.columns import loss_columns, with_total_advantages
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
 from roll_opd.objective.external_advantages import external_advantages, token_level_rewards
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, teacher_columns
 
 TEACHER = TeacherPlan("t", MegatronPlan("t", ModelPlan("model"), (0,), Layout(), MicroBatchLimits()), opd_kl_coef=0.7)
 

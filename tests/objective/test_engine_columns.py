@@ -8,8 +8,7 @@ from roll_opd.objective import engine_evidence
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.engine_evidence import CURRENT, ENGINE_LOGPROBS, OLDER, SAMPLED_BY, TESTED_SETTINGS, marked
 from roll_opd.samples.call_settings import CALL_SETTINGS, OF_RUN, UNKNOWN
-from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns, changed
 
 
 def sample(versions: tuple[tuple[int | None, int], ...], logprobs: list[float], mask: list[bool]) -> Sample:

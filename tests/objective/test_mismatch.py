@@ -22,8 +22,7 @@ from roll_opd.config.plan import (
 from roll_opd.objective.aggregation import token_weights
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.corrections import check_staleness, corrected, train_infer_metrics
-from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, changed, teacher_columns
 
 
 def experience(rollout: list[float], train: list[float] | None, mask: list[bool]) -> Sample:

@@ -18,8 +18,7 @@ from roll_opd.objective.columns import loss_columns, with_total_advantages
 from roll_opd.objective.corrections import check_staleness, corrected
 from roll_opd.objective.loss import opd_loss
 from roll_opd.objective.reverse_kl import STALE_LIMIT
-from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, changed, teacher_columns
 
 COEF, BOUND = 0.7, 1.2
 TEACHER = TeacherPlan("t", MegatronPlan("t", ModelPlan("m"), (0,), Layout(), MicroBatchLimits()), COEF)

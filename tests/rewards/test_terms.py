@@ -8,8 +8,7 @@ from roll_opd.rewards.builtin.length_penalty import LengthPenalty, overlong, sho
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.patterns import SECONDS
 from roll_opd.rewards.reward_registry import resolve
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns
 
 
 def of_length(tokens: int, response: str = r"\boxed{B}", truth: str | None = "B") -> RewardSample:

@@ -17,12 +17,12 @@ from sampling_assets import RewardPool, Watcher, written
 from scripted_loop import OUTSIDE, ScriptedLoop
 
 from roll_opd.config.plan import SamplingPlan, TeacherPlan
-from roll_opd.pipelines import concurrent_validation, distill, validation_runs
+from roll_opd.pipelines import distill, validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
+from roll_opd.pipelines.validation_runs import validate
 from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.staleness import Pace
-from roll_opd.rollout.validation import validate
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.versions import concatenated
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
@@ -301,7 +301,7 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
         "log_answers": log_answers,
         "start_workflow": without_workflow,
     }.items():
-        patch.setattr(concurrent_validation, name, value)
+        patch.setattr(validation_runs, name, value)
     for name, value in {
         "start_workflow": without_workflow,
         "_preflight": lambda *_: SimpleNamespace(check=without_check),

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.rollout.validation import first_answers, read_answers
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.pipelines.validation_runs import first_answers, read_answers
+from roll_opd.samples.sample import Sample, as_columns
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.teachers.scoring import Scorers, Teacher
 

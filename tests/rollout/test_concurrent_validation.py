@@ -12,8 +12,8 @@ from sampling_assets import SAMPLING, Engine, RewardPool, written
 
 from roll_opd.base.failures import RunError
 from roll_opd.inference.completion import Completion
-from roll_opd.pipelines.concurrent_validation import SECONDS, ConcurrentValidation
 from roll_opd.pipelines.run_context import Run
+from roll_opd.pipelines.validation_runs import SECONDS, ConcurrentValidation
 from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
@@ -108,14 +108,14 @@ class Loop:
 @pytest.fixture(autouse=True)
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation runs wait for the engine to be opened."""
-    from roll_opd.pipelines import concurrent_validation
+    from roll_opd.pipelines import validation_runs
 
-    real = concurrent_validation.context_of
+    real = validation_runs.context_of
 
     def context_of(run: Any, pools: Any, engine: Any, workflow: Any, **more: Any) -> Any:
         return real(run, pools, engine, Waiting(engine), **more)
 
-    monkeypatch.setattr(concurrent_validation, "context_of", context_of)
+    monkeypatch.setattr(validation_runs, "context_of", context_of)
 
 
 def complete(work: Coroutine[Any, Any, None]) -> None:

@@ -12,8 +12,7 @@ from roll_opd.objective.columns import loss_columns, value_columns
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.reference_kl import adaptive_kl_coefficient, kl_coefs
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns
 
 BATCH = ObjectivePlan(
     adv_estimator="reinforce",

@@ -11,8 +11,7 @@ from roll_opd.objective.columns import loss_columns, value_columns, with_total_a
 from roll_opd.objective.corrections import corrected
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.registry import ADVANTAGES
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns
 from roll_opd.tracking.opd_metrics import advantage_metrics
 
 REWARDS = {"g0": (3.0, 0.0, 5.0, 1.0), "g1": (7.0, 2.0, 2.0, 4.0), "g2": (9.0,)}

@@ -7,8 +7,7 @@ import pytest
 
 from roll_opd.rollout.finished_groups import read_groups, write_groups
 from roll_opd.rollout.runs import FinishedGroup
-from roll_opd.samples.sample import Sample, TargetRef
-from roll_opd.samples.sample_columns import as_columns, logprobs_column, teacher_columns
+from roll_opd.samples.sample import Sample, TargetRef, as_columns, logprobs_column, teacher_columns
 
 
 def sample(name: str, **more: object) -> Sample:

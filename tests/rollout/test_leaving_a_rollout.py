@@ -12,8 +12,7 @@ from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.workflow_actor import Job, JobOutcome

@@ -8,8 +8,7 @@ import pytest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.objective.filters import group_filter, without_rejected
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns
 
 MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))
 STD = FilterPlan("std_filter", FrozenDict({"std_threshold": 0.0}))

@@ -9,8 +9,7 @@ import pytest
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import value_columns, with_total_advantages
 from roll_opd.objective.external_advantages import external_advantages
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, teacher_columns
 from roll_opd.workers.critic import value_metrics
 
 COEFFICIENT = 0.7

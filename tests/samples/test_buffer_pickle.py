@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, teacher_columns
 from roll_opd.samples.transport import Compact
 
 

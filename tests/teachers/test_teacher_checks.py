@@ -18,9 +18,8 @@ from roll_opd.base.failures import RunError
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.config.plan import ContextPlan, ModelPlan, TeacherPlan
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample import Sample, teacher_columns
 from roll_opd.samples.sample import changed as with_fields
-from roll_opd.samples.sample_columns import teacher_columns
 from roll_opd.teachers.teacher_checks import WIDTH, Check, table
 from roll_opd.teachers.views import view_of
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.samples.sample import Sample, present
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, present, teacher_columns
 from roll_opd.tracking.metrics import mean_stderr
 from roll_opd.tracking.opd_metrics import LOG_RATIO_LIMIT, opd_metrics
 

@@ -6,8 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns
 from roll_opd.tracking.metrics import pass_at, validation_metrics
 
 

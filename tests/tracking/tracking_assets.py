@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, teacher_columns
 
 
 def experience(number: int) -> Sample:

@@ -35,8 +35,8 @@ from roll_opd.models.device_phases import (
 )
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import CriticWorker
-from roll_opd.workers.frozen_model import FollowingWorker, LogprobWorker
 from roll_opd.workers.group import ActorGroup, actor
+from roll_opd.workers.model_worker import FollowingWorker, LogprobWorker
 from roll_opd.workers.sampler import RolloutWorker
 from roll_opd.workers.student import TrainWorker
 from tests.each import each

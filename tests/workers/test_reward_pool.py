@@ -15,8 +15,7 @@ import ray
 from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import RewardTerm
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample import Sample, as_columns
 from roll_opd.workers import reward_pool as module
 from roll_opd.workers.reward_pool import RewardPool, RewardResult
 

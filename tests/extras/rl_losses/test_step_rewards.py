@@ -11,8 +11,7 @@ from roll_opd.base.failures import RunError
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.external_advantages import external_advantages
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sample import Sample, as_columns, teacher_columns
 from tests.each import each
 
 Trajectory = list[Sample]  # its steps, in order
