@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.base.lazy_compile import lazy_compile
-from roll_opd.base.optional_torch_packages import broken_companions
+from roll_opd.base.torch_imports import broken_companions, lazy_compile
 from tests import bytecode, groups
 
 WIDTH = shutil.get_terminal_size().columns  # of pytest's own report

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import roll_opd
-from roll_opd.base.optional_torch_packages import COMPANIONS
+from roll_opd.base.torch_imports import COMPANIONS
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("requirements/cpu.lock", "requirements/dev.lock")

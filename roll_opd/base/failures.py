@@ -3,16 +3,23 @@
 The messages explain system errors and their remedies, unexpected errors and misspelt names. Code that reads user files
 converts OSError to its own error types, with the messages of this module. Commands print all other exceptions as one
 line instead of a traceback.
+
+Distinguish errors of services from other errors.
+
+If a service is down, slow or overloaded, a call of it fails whatever its input is.
+
+Recognize errors that a full disk causes, and report the file system and its free space.
 """
 
 import difflib
 import errno
+import html
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +214,174 @@ class Interrupted(KeyboardInterrupt):
 
 class Terminated(RunError):
     """SIGTERM ended the run; the message names the saved checkpoint and how to resume."""
+
+
+BUSY = (408, 425, 429)  # statuses of HTTP with which a server asks to try again
+# bases of errors of connections that are no OSError: (package, name)
+CONNECTION_ERRORS = {
+    ("aiohttp", "ClientConnectionError"),
+    ("grpc", "RpcError"),
+    ("http", "HTTPException"),
+    ("httpx", "TransportError"),
+    ("openai", "APIConnectionError"),
+    ("urllib3", "HTTPError"),
+}
+OF_A_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
+def is_passing(status: int) -> bool:
+    """Return whether a request that got this status of HTTP may succeed later."""
+    return status in BUSY or (status >= 500 and status != 501)
+
+
+def of_a_service(error: BaseException) -> bool:
+    """Return whether an error, or an error that led to it, states that a service failed.
+
+    Such errors are failed connections, exceeded times of requests, and statuses that are passing. An exception may
+    also state this itself, with the attribute `of_a_service`. The first error that states it decides.
+    """
+    return next((stated for stated in map(_statement, _causes(error)) if stated is not None), False)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _statement(error: BaseException) -> bool | None:
+    stated = getattr(error, "of_a_service", None)
+    if isinstance(stated, bool):
+        return stated
+    if (status := _status(error)) is not None:
+        return is_passing(status)
+    if isinstance(error, OSError):
+        return None if isinstance(error, OF_A_PATH) else True
+    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
+    return True if CONNECTION_ERRORS & bases else None
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the status of HTTP that an error of a client states."""
+    holders = (error, getattr(error, "response", None))
+    stated = [getattr(holder, name, None) for holder in holders for name in ("status_code", "status", "code")]
+    return next((one for one in stated if type(one) is int and 100 <= one < 600), None)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+LITTLE = 16 * 2**20  # with fewer free bytes, an error that matches `_WRITER` counts as a full disk
+# messages for a full disk from other processes, Rust libraries and Ray
+_NO_SPACE = re.compile(
+    r"No space left on device|Disk quota exceeded|\bos error (?:28|122)\b|\bcode: (?:28|122)\b|StorageFull"
+    r"|disk's utilization is over capacity"
+)
+# messages of libraries that do not include the system's reason
+_WRITER = re.compile(
+    r"PytorchStreamWriter|unexpected pos \d|iostream error|basic_ios::clear|while serializing"
+    r"|\d+ requested and \d+ written"
+)
+
+
+class DiskFull(Exception):
+    """A run ends because a disk is full; the message names the file system and the remedy."""
+
+
+def full_disk(error: BaseException, *places: Path) -> str | None:
+    """Return "the disk is full: ..." if a full disk caused `error`, else None.
+
+    `places` are directories. If the error does not name a file, the message is about the fullest of these directories.
+    """
+    for each in _chain(error):
+        if isinstance(each, OSError) and each.errno in FULL:
+            named = [Path(os.fsdecode(each.filename))] if isinstance(each.filename, str | bytes) else []
+            return _sentence(named or places, is_quota=each.errno == errno.EDQUOT)
+        text = str(each)
+        if _NO_SPACE.search(text):
+            return _sentence(places, is_quota="quota exceeded" in text)
+        if _WRITER.search(text) and any(_free(place) < LITTLE for place in places):
+            return _sentence(places)
+    return None
+
+
+def reason(error: BaseException, *places: Path) -> str:
+    """Return the reason for a failed write.
+
+    This is the message of `full_disk` if a full disk is the cause. Otherwise it is the error as text.
+    """
+    return full_disk(error, *places) or repr(error)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes.
+
+    This includes the causes inside exception groups, and causes that were raised in other processes.
+    """
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if not isinstance(each, BaseException) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        left += [each.__context__, each.__cause__, getattr(each, "cause", None)]
+        left += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+
+
+def _sentence(places: list[Path] | tuple[Path, ...], *, is_quota: bool = False) -> str:
+    place = min(places, key=_free, default=None)
+    if place is None:
+        return "the disk is full"
+    if is_quota:
+        return f"the disk is full: your quota on the file system of {place} is used up"
+    there = os.statvfs(_existing(place))
+    if there.f_files and not there.f_favail:
+        return f"the disk is full: the file system of {place} has no free inodes"
+    size = there.f_frsize
+    return (
+        f"the disk is full: the file system of {place} has {there.f_bavail * size / 2**20:.0f} of"
+        f" {there.f_blocks * size / 2**20:.0f} MiB free"
+    )
+
+
+def _free(place: Path) -> int:
+    there = os.statvfs(_existing(place))
+    return there.f_bavail * there.f_frsize
+
+
+def _existing(place: Path) -> Path:
+    place = place.absolute()
+    return next(parent for parent in (place, *place.parents) if parent.exists())
+
+
+LENGTH = 300  # maximum characters of an excerpt
+READ = 100_000  # characters of an answer in which the title of a page is searched
+_IS_PAGE = re.compile(
+    r"\s*(<\?xml[^>]*>\s*|<!--.*?-->\s*)*<(!doctype\s+html|html|head|title|body|center|h1)\b", re.I | re.S
+)
+# an element without an end reaches to the end of the text, so that a search takes linear time
+_TITLE = re.compile(r"<(title|h1)\b[^>]*>(.*?)(?:</\1\s*>|\Z)", re.I | re.S)
+_HIDDEN = re.compile(r"<(script|style)\b.*?(?:</\1\s*>|\Z)|<!--.*?(?:-->|\Z)", re.I | re.S)
+_TAG = re.compile(r"<[^>]*>?")
+
+
+def excerpt(text: str, most: int = LENGTH) -> str:
+    """Return the beginning of a text in one line of at most `most` characters, and "..." if the text is longer.
+
+    Of an HTML page, only the title is returned, or the text without tags if the page has no title.
+    """
+    text = text[:READ]
+    if _IS_PAGE.match(text):
+        text = _page_text(text)
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3].rstrip() + "..."
+
+
+def _page_text(page: str) -> str:
+    page = _HIDDEN.sub(" ", page)
+    titles = (_TAG.sub(" ", found[2]) for found in _TITLE.finditer(page))
+    title = next((one for one in titles if one.strip()), None)
+    return html.unescape(_TAG.sub(" ", page) if title is None else title)

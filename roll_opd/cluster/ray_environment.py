@@ -37,7 +37,7 @@ OWN_CLUSTER = dict.fromkeys(
     ),
     "0",
 ) | {
-    # the run detects lost hosts (`heartbeat_channel`); 20 s of packet loss must not close connections
+    # the run detects lost hosts (`HeartbeatChannel`); 20 s of packet loss must not close connections
     "RAY_grpc_keepalive_timeout_ms": "60000",
 }
 TORCH = {

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from roll_opd.base.optional_torch_packages import COMPANIONS
 from roll_opd.base.terminal import echo
+from roll_opd.base.torch_imports import COMPANIONS
 from roll_opd.commands.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from roll_opd.base.optional_torch_packages import COMPANIONS
 from roll_opd.base.paths import use_cache_of_compilers
+from roll_opd.base.torch_imports import COMPANIONS
 
 PACKAGES = (
     "torch",
@@ -46,7 +46,7 @@ PROBES = {  # package -> statement that must succeed; the statement for torch al
         "least = min((torch.cuda.get_device_capability(i) for i in numbers), default=()); "
         "print(json.dumps({'cuda': torch.version.cuda or '', 'gpus': names, 'capability': least}))"
     ),
-    **{name: f"from roll_opd.base.optional_torch_packages import check; check('{name}')" for name in COMPANIONS},
+    **{name: f"from roll_opd.base.torch_imports import check; check('{name}')" for name in COMPANIONS},
     "transformer-engine": "import transformer_engine.pytorch",
     "flash-attn": "import flash_attn",
     "megatron-core": "import megatron.core.parallel_state",

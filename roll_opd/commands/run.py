@@ -33,21 +33,23 @@ from roll_opd.base.command_line import (
     write_run_directory,
 )
 from roll_opd.base.failures import (
+    FULL,
     ConfigError,
+    DiskFull,
     RunError,
     Terminated,
     WorkflowError,
     os_sentence,
     print_unexpected,
+    reason,
     shortened,
 )
-from roll_opd.base.full_disk import FULL, DiskFull, reason
 from roll_opd.base.installed import refuse_shadowing_files
 from roll_opd.base.paths import report_temp_directory, use_cache_of_compilers
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server, wanted_by
+from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError, forget, launched
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
-from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError, forget, launched
 from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left

@@ -1,4 +1,9 @@
-"""`roll-opd score`: check the model, layout and rows, and compute log-probs with the Megatron engine under torchrun."""
+"""`roll-opd score`: check the model, layout and rows, and compute log-probs with the Megatron engine under torchrun.
+
+The rows that `roll-opd score` reads, and the arguments of the teacher file that it writes.
+
+A row has tokens, or an answer that is tokenised here.
+"""
 
 import argparse
 import json
@@ -7,6 +12,8 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,21 +23,90 @@ from roll_opd.base.failures import os_sentence
 from roll_opd.base.paths import PathError, regular_file
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.multihost import torch_ranks
+from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError, forget, launched
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
-from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError, forget, launched
 from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import run_temp_directory
 from roll_opd.cluster.startup_progress import ClusterError
-from roll_opd.commands import score_rows
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.plan import Layout
+from roll_opd.config.plan import DataPlan, Layout
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.models.layouts import check_layout
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.supported import unsupported
+from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 from roll_opd.models.weight_files import lost_weights, weight_problems
+
+PARQUET = ".parquet"
+
+
+@contextmanager
+def tokenised(options: argparse.Namespace) -> Iterator[Path]:
+    """Context manager: yield the path of a file whose rows have tokens.
+
+    If the input has answers, they are tokenised and written to a temporary file. Otherwise the path is that of the
+    input. Raises DataError for rows that cannot be used.
+    """
+    source = Path(options.input)
+    if has_tokens(source):
+        yield source
+        return
+    from roll_opd.data.dataset import open_prompts  # and transformers
+    from roll_opd.data.templates import load_tokenizer
+
+    model = read_model(find_model(options.model))
+    rows, _ = open_prompts(
+        DataPlan((str(source),), model.max_positions, schema="sft", length_key="max_position_embeddings"),
+        load_tokenizer(str(model.path)),
+    )
+    file = Path(options.output).with_name(f".{Path(options.output).name}.tokens.jsonl")
+    try:
+        with file.open("w", encoding="utf-8") as out:
+            for number in range(len(rows)):
+                (row,) = rows.read([number])
+                tokens = [*row.tokens.tolist(), *row.answers[0].tolist()]
+                out.write(json.dumps({"id": row.id, "tokens": tokens, "prompt_length": len(row.tokens)}) + "\n")
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def has_tokens(path: Path) -> bool:
+    """Return whether the rows of a file have tokens. Only the first row is read.
+
+    The result is also True if this row cannot be decoded or has no column of an answer. The reader of token rows then
+    raises the error.
+    """
+    try:
+        _, _, row = next(open_file(str(path)).scan(), (0, 0, {}))
+    except (OSError, DataError):
+        return True
+    answers = {"messages", "conversations", "prompt", "instruction"}
+    return not isinstance(row, dict) or "tokens" in row or answers.isdisjoint(row)
+
+
+def teacher_file(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the arguments of `TeacherWriter`, except `output`. None if the output is a JSONL file of log-probs."""
+    if not options.output.endswith(PARQUET):
+        return None
+    from roll_opd.data.teacher_files import digest_of
+
+    model = read_model(find_model(options.model))
+    facts = {
+        "teacher": options.name or model.path.name,
+        "tokenizer": vocabulary_fingerprint(model.path),
+        "temperature": options.temperature,
+    }
+    settings = {
+        "model": str(model.path),
+        "dtype": options.dtype,
+        "input": digest_of(Path(options.input)),
+    }
+    vocabulary = min(options.vocab_size or model.vocab, model.vocab)
+    return {"facts": facts, "topk": options.topk, "vocab_size": vocabulary, "settings": settings}
+
 
 # configuration key in errors about layouts -> option of this command
 OPTIONS = {
@@ -67,8 +143,8 @@ def run(options: argparse.Namespace) -> int:
     settings["layout"] = asdict(_layout(options))
     settings["model"] = str(find_model(options.model))
     try:
-        with score_rows.tokenised(options) as rows:
-            settings |= {"input": str(rows), "teacher_file": score_rows.teacher_file(options)}
+        with tokenised(options) as rows:
+            settings |= {"input": str(rows), "teacher_file": teacher_file(options)}
             return _start(options, host, settings, size)
     except (DataError, ModelFilesError) as error:
         if host:
@@ -158,14 +234,14 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
     if diagnostics.problems:
         return diagnostics.problems
     _check_model(info, options, diagnostics)
-    if score_rows.has_tokens(Path(options.input)):
+    if has_tokens(Path(options.input)):
         _check_rows(Path(options.input), info, min(options.vocab_size or info.vocab, info.vocab), diagnostics)
     return diagnostics.problems
 
 
 def _check_teacher_file(options: argparse.Namespace, diagnostics: Diagnostics) -> None:
     """Check the options of a teacher file in parquet."""
-    is_parquet = options.output.endswith(score_rows.PARQUET)
+    is_parquet = options.output.endswith(PARQUET)
     for name in ("topk", "vocab_size"):
         if (size := getattr(options, name)) is not None and size < 1:
             diagnostics.error(f"--{name.replace('_', '-')}", f"{size} is not a number of tokens; give 1 or more")

@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from roll_opd.base.optional_torch_packages import import_without_torchvision
+from roll_opd.base.torch_imports import import_without_torchvision
 from roll_opd.inference.coalesce_outputs import coalesces_outputs, ends_version, sends_versions
 from roll_opd.inference.failure import ORPHAN_EXIT_CODE, record_errors
 

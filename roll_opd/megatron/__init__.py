@@ -2,7 +2,7 @@
 
 import warnings
 
-from roll_opd.base.lazy_compile import lazy_compile
+from roll_opd.base.torch_imports import lazy_compile
 
 # printed by each process; local layers and `fused_updates` replace these optional packages
 warnings.filterwarnings(

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_opd.base.full_disk import full_disk
+from roll_opd.base.failures import full_disk
 from roll_opd.base.paths import content
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.models.model_info import ModelFilesError, read_model

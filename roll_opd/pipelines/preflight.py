@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.failures import ConfigError
-from roll_opd.base.optional_torch_packages import broken_companions, hide
 from roll_opd.base.terminal import echo, warn
+from roll_opd.base.torch_imports import broken_companions, hide
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.config.plan import DataPlan, FilePlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_warnings

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roll_opd.base.failures import ConfigError, RunError
-from roll_opd.base.full_disk import DiskFull
+from roll_opd.base.failures import ConfigError, DiskFull, RunError
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.pipelines.history import History

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from roll_opd.base.entry_points import entries, load
-from roll_opd.base.failures import ConfigError
-from roll_opd.base.full_disk import full_disk
+from roll_opd.base.failures import ConfigError, full_disk
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines.history import RunPart

@@ -14,8 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from roll_opd.base.command_line import write_run_directory
-from roll_opd.base.failures import ConfigError, RunError, SkippedUpdates, os_sentence
-from roll_opd.base.full_disk import DiskFull, full_disk
+from roll_opd.base.failures import ConfigError, DiskFull, RunError, SkippedUpdates, full_disk, os_sentence
 from roll_opd.cluster import runtime
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.placement import Placement

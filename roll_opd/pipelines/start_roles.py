@@ -42,7 +42,7 @@ from roll_opd.workers.student import Student, TrainWorker
 from roll_opd.workers.workflow_actor import WorkflowWorker
 from roll_opd.workers.workflow_pool import WorkflowPool
 from roll_opd.workflows.plugins import find_workflow
-from roll_opd.workflows.workflow_interface import flag
+from roll_opd.workflows.workflow_checks import flag
 
 MAX_RUNNING_REQUESTS = 256  # concurrent sequences of an engine without max_num_seqs
 SMALL = 100_000_000  # maximum number of parameters of a model that a host may load twice

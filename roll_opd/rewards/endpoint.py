@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from roll_opd.base.addresses import address_fault, proxy_of
-from roll_opd.base.excerpt import excerpt
-from roll_opd.base.services import is_passing
+from roll_opd.base.failures import excerpt, is_passing
 from roll_opd.rewards.interface import RewardError
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ class Failure:
     message: str  # what failed, where, and what to do
     # kind -> number of failed attempts before the last attempt
     errors: Mapping[str, int] = field(default_factory=FrozenDict)
-    # whether a service failed that the reward asks, so that the reward is repeated for a while; see `base.services`
+    # whether a service failed that the reward asks, so that the reward is repeated for a while; see `base.failures`
     of_a_service: bool = False
 
 

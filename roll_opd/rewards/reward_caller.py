@@ -15,9 +15,8 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-from roll_opd.base.failures import place_of
+from roll_opd.base.failures import of_a_service, place_of
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.services import of_a_service
 from roll_opd.rewards.interface import (
     TIMEOUT,
     Failure,

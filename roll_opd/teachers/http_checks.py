@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from roll_opd.base.excerpt import excerpt
-from roll_opd.base.failures import RunError
+from roll_opd.base.failures import RunError, excerpt
 from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.rewards.endpoint import Endpoint, GaveUp
 from roll_opd.teachers.answer_cache import TEXT, Fingerprint

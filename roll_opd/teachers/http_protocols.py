@@ -19,9 +19,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from roll_opd.base.failures import RunError
+from roll_opd.base.failures import RunError, is_passing
 from roll_opd.base.installed import is_installed
-from roll_opd.base.services import is_passing
 from roll_opd.rewards.endpoint import Answer, AttemptFailed, Endpoint, RequestLimits
 from roll_opd.teachers.scorer import Target
 

@@ -24,8 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_opd.base.addresses import below, server_root
-from roll_opd.base.excerpt import excerpt
-from roll_opd.base.failures import RunError
+from roll_opd.base.failures import RunError, excerpt
 from roll_opd.config.plan import HttpPlan, RunPlan, TeacherPlan
 from roll_opd.models.model_info import read_model
 from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from roll_opd.base.full_disk import reason
+from roll_opd.base.failures import reason
 from roll_opd.base.installed import is_installed
 from roll_opd.base.registry import Registry
 from roll_opd.base.terminal import warn

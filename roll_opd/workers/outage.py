@@ -5,7 +5,7 @@ control fails, something that the jobs need is down. Then no further job is sent
 after increasing pauses, until one of them succeeds. After `LIMIT_S` the run ends.
 
 If the control succeeds, the failed job runs again. If it fails again, its failure is final, except when its error
-states that a service failed (`base.services`): the control may not have needed the service, because its answer was
+states that a service failed (`base.failures`): the control may not have needed the service, because its answer was
 stored or because it took another branch. Such jobs run again after increasing pauses, and the other jobs continue.
 After `DOUBT_S` without a success, the jobs are the cause, and later failures of this kind are final, unless `MANY` jobs
 have failed, and more than have succeeded: then it is an outage.

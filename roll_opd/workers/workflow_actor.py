@@ -17,8 +17,8 @@ from typing import Any
 
 import ray
 
+from roll_opd.base.failures import of_a_service
 from roll_opd.base.frozen import thaw
-from roll_opd.base.services import of_a_service
 from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_plain_tokenizer, load_tokenizer
@@ -259,7 +259,7 @@ class WorkflowWorker:
         If the workflow instance can be reset, it is kept for later jobs.
         """
         from roll_opd.workflows.run_state import RUN
-        from roll_opd.workflows.workflow_interface import flag
+        from roll_opd.workflows.workflow_checks import flag
 
         loop = asyncio.get_running_loop()
         until = loop.time() + self._plan.workflow_timeout
@@ -295,7 +295,7 @@ class WorkflowWorker:
 
         If the workflow is asynchronous, the second item is a coroutine that returns the result.
         """
-        from roll_opd.workflows.workflow_interface import flag
+        from roll_opd.workflows.workflow_checks import flag
 
         with _no_exit():
             workflow = self._instance(job)
@@ -311,7 +311,8 @@ class WorkflowWorker:
         If an earlier job has left an instance, that instance is reset and returned. Otherwise a new instance is
         created.
         """
-        from roll_opd.workflows.workflow_interface import FormatConfig, GenerationConfig, Task, flag
+        from roll_opd.workflows.workflow_checks import flag
+        from roll_opd.workflows.workflow_interface import FormatConfig, GenerationConfig, Task
 
         sampling, plan = job.sampling, self._plan
         task = Task(

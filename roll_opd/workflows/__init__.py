@@ -16,7 +16,6 @@ from roll_opd.base.entry_points import entries, load
 
 if TYPE_CHECKING:
     from roll_opd.workflows.model_wrapper import ModelWrapper
-    from roll_opd.workflows.recording import WorkflowWithRecording
     from roll_opd.workflows.workflow_experience import EID, Experience, WorkflowError
     from roll_opd.workflows.workflow_interface import (
         REWARD_FUNCTIONS,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         RewardFn,
         Task,
         Workflow,
+        WorkflowWithRecording,
     )
 
 __all__ = [
@@ -48,9 +48,9 @@ _MODULES = {
     "workflow_experience": ("EID", "Experience", "WorkflowError"),
     "workflow_interface": (
         *("REWARD_FUNCTIONS", "RewardFn", "WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
+        "WorkflowWithRecording",
     ),
     "model_wrapper": ("ModelWrapper",),
-    "recording": ("WorkflowWithRecording",),
 }
 Metrics = dict[str, float]
 

@@ -10,9 +10,8 @@ from typing import Any
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.rewards.endpoint import chat_url
 from roll_opd.workflows.call_tree import CallTree
-from roll_opd.workflows.model_clients import ModelFacts, generate_kwargs
 from roll_opd.workflows.model_wrapper import ModelWrapper, Responses
-from roll_opd.workflows.run_state import RunState
+from roll_opd.workflows.run_state import ModelFacts, RunState, generate_kwargs
 from roll_opd.workflows.workflow_experience import Experience
 
 AUXILIARY_SEEDS = 2**32  # offset of the seeds of auxiliary models, above any draw number

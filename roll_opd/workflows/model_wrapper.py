@@ -17,8 +17,7 @@ from roll_opd.data.templates import token_ids
 from roll_opd.inference.completion import Completion
 from roll_opd.samples.call_settings import call_row
 from roll_opd.workflows.call_tree import Call, CallTree, experience
-from roll_opd.workflows.model_clients import ModelClients, ModelFacts
-from roll_opd.workflows.run_state import RUN, RunState
+from roll_opd.workflows.run_state import RUN, ModelClients, ModelFacts, RunState
 from roll_opd.workflows.workflow_experience import Experience, NoRoomError
 
 MORE_ROOM = (

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.base.registry import argument_problems
-from roll_opd.workflows.hooks import TWINS, hook_problems
-from roll_opd.workflows.recording import WorkflowWithRecording
+from roll_opd.workflows.workflow_checks import TWINS, flag, hook_problems
 from roll_opd.workflows.workflow_experience import WorkflowError
-from roll_opd.workflows.workflow_interface import REWARD_FUNCTIONS, WORKFLOWS, Workflow, flag
+from roll_opd.workflows.workflow_interface import REWARD_FUNCTIONS, WORKFLOWS, Workflow, WorkflowWithRecording
 
 # arguments that a workflow's constructor gets
 PASSED = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")

@@ -3,7 +3,7 @@
 import json
 import time
 
-from roll_opd.base.excerpt import LENGTH, excerpt
+from roll_opd.base.failures import LENGTH, excerpt
 
 NGINX = """<html>\r\n<head><title>502 Bad Gateway</title></head>\r\n<body>\r\n<center><h1>502 Bad Gateway</h1></center>
 <hr><center>nginx/1.18.0 (Ubuntu)</center>\r\n</body>\r\n</html>\r\n"""

@@ -15,7 +15,7 @@ import openai
 import pytest
 import requests
 
-from roll_opd.base.services import of_a_service
+from roll_opd.base.failures import of_a_service
 
 
 class Answers(BaseHTTPRequestHandler):

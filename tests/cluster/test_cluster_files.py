@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_opd.cluster.multihost.launcher_env import DEFAULT_PORT
+from roll_opd.cluster.multihost.host_facts import DEFAULT_PORT
 from roll_opd.config.schema import Run
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
@@ -37,7 +37,7 @@ sys.exit(max(task.wait() for task in tasks))
 # in the place of the command: what it is given, and, asked to be the driver, a step that ends after SIGTERM
 COMMAND = """
 import json, os, signal, sys, time
-from roll_opd.cluster.multihost.launcher_env import launched
+from roll_opd.cluster.multihost.host_facts import launched
 host = launched(os.environ)
 rank = host.rank if host else 0
 with open(f"{os.environ['FOUND']}.{rank}", "w") as file:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from roll_opd.base import hardware
-from roll_opd.base.lazy_compile import lazy_compile
+from roll_opd.base.torch_imports import lazy_compile
 from roll_opd.cluster.forkserver import forkserver_start, forkserver_worker
 from roll_opd.cluster.forkserver.forkserver_main import EAGER_ENGINES, ENGINES, GPU_ENGINES, MEGATRON
 from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, fork_server

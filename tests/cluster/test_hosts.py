@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from roll_opd.cluster.multihost import host_facts
-from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
-from roll_opd.cluster.multihost.hosts import Hosts
-from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError
+from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError
+from roll_opd.cluster.multihost.hosts import HeartbeatChannel, Hosts
 from roll_opd.cluster.ray_environment import token_variables
 
 FACTS: dict[str, Any] = {"name": "b", "gpus": 0, "versions": {"python": "3.11.7", "ray": "2.60.0"}}
@@ -178,7 +177,7 @@ def test_hosts_with_other_numbers_of_gpus_are_refused(own: int, other: int, prob
 def test_a_worker_without_a_driver_reports_it() -> None:
     program = (
         "import sys; from roll_opd.cluster.multihost import multihost_worker as member\n"
-        "from roll_opd.cluster.multihost.launcher_env import LaunchedHost\n"
+        "from roll_opd.cluster.multihost.host_facts import LaunchedHost\n"
         "member.FIRST_CONNECT_S = 0.5\n"
         "one = member._Worker(LaunchedHost(1, 2, '127.0.0.1', 9), print); one._again = 0.5\n"
         "sys.exit(one.serve())"

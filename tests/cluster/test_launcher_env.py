@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError, first_node, forget, launched
+from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError, first_node, forget, launched
 
 TORCHRUN = {
     "RANK": "1",

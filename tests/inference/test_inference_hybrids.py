@@ -11,7 +11,7 @@ import pytest
 from inference_models import Running, buckets_of, hf_logprobs, make_hybrid, save_model
 from plan_sources import hybrid_config
 
-from roll_opd.base.optional_torch_packages import IMPORTER, import_without_torchvision
+from roll_opd.base.torch_imports import IMPORTER, import_without_torchvision
 from roll_opd.config.plan import ModelPlan, SamplingPlan
 from roll_opd.inference.engine_arguments import resolve_engine_args
 

@@ -16,7 +16,7 @@ from states import write_state
 
 from roll_opd.base import hardware
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.optional_torch_packages import COMPANIONS
+from roll_opd.base.torch_imports import COMPANIONS
 from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS
 from roll_opd.commands import run as launcher
 from roll_opd.config.plan import LoraPlan, RunPlan

@@ -20,7 +20,7 @@ from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any, TextIO
 
-from roll_opd.base.lazy_compile import lazy_compile
+from roll_opd.base.torch_imports import lazy_compile
 
 ENVIRONMENT = dict(os.environ)  # before imports change it
 PATH = list(sys.path)
@@ -84,7 +84,7 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
         listeners: file descriptors of the sockets of MEGATRON and ENGINES.
         alive: file descriptor of a pipe.
     """
-    from roll_opd.base.optional_torch_packages import broken_companions, hide
+    from roll_opd.base.torch_imports import broken_companions, hide
     from roll_opd.inference.engine_arguments import prepare_environment
 
     modules: dict[str, Any] = sys.modules

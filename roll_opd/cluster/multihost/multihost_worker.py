@@ -15,8 +15,8 @@ from typing import Any
 
 from roll_opd.base.command_line import FAILED
 from roll_opd.cluster.multihost import host_facts
-from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
-from roll_opd.cluster.multihost.launcher_env import LaunchedHost
+from roll_opd.cluster.multihost.host_facts import LaunchedHost
+from roll_opd.cluster.multihost.hosts import HeartbeatChannel
 
 FIRST_CONNECT_S = 600.0  # seconds to connect to the first driver, which sends the limit for later drivers
 RETRY_INTERVAL_S = 0.5

@@ -24,8 +24,7 @@ from typing import Any
 import httpx
 
 from roll_opd.base.addresses import address_fault, proxy_of
-from roll_opd.base.excerpt import excerpt
-from roll_opd.base.services import is_passing
+from roll_opd.base.failures import excerpt, is_passing
 from roll_opd.extras.games.environment_interface import (
     ENVIRONMENTS,
     Environment,

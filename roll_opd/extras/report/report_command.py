@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from roll_opd.base.command_line import DONE, USER_ERROR
-from roll_opd.base.full_disk import full_disk
+from roll_opd.base.failures import full_disk
 from roll_opd.commands.main import Command
 
 

@@ -31,8 +31,8 @@ from roll_opd.workflows import (
     WorkflowWithRecording,
 )
 from roll_opd.workflows.builtin.agent import AgentWorkflow
-from roll_opd.workflows.hooks import hook_problems
 from roll_opd.workflows.plugins import find_workflow, load_plugins
+from roll_opd.workflows.workflow_checks import hook_problems
 from roll_opd.workflows.workflow_experience import EID, TokenLimits, trained
 from tests.workflows.test_workflow_endpoint import Served, served
 

