@@ -152,8 +152,7 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")
     of_hosts = "seconds that host 0 waits for the other hosts"
-    names = ("--host-timeout-s", "--host-seconds")  # the second name was used before version 0.2
-    parser.add_argument(*names, type=float, default=600.0, metavar="S", help=of_hosts)
+    parser.add_argument("--host-timeout-s", type=float, default=600.0, metavar="S", help=of_hosts)
 
 
 def _score(arguments: argparse.Namespace) -> int:

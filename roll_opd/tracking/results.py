@@ -223,7 +223,7 @@ HARMLESS = re.compile(
     r"|(.*\.)?(training_args\..*|learning_rate|max_grad_norm|device_mapping|infer_batch_size|sleep_level)"
     r"|.*\.(max_tokens_per_microbatch_in_\w+|max_running_requests)|max_additional_running_prompts"
     r"|.*\.strategy_config\.(\w+_parallel\w*|sequence_parallel|overlap_\w+|\w+_optimizer|enforce_eager|max_num_seqs)"
-    r"|validation\.(generating_args\..*|(evaluate|measure)_teacher)"  # measure_teacher: runs before 0.2
+    r"|validation\.(generating_args\..*|evaluate_teacher)"
 )
 
 

@@ -25,18 +25,17 @@ class TrackerError(Exception):
 
 
 class Tracker(Protocol):
-    """Receives the metrics of every step. All methods are called from one thread."""
+    """Receives the metrics of every step. All methods are called from one thread.
+
+    A tracker is made by a class or function that is called with (run, step of the resumed checkpoint or None,
+    **tracker_kwargs). Built-in trackers import their packages when they are created.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of `step`. If this method raises an error, it is called again with the same step."""
 
     def close(self) -> None:
         """Write all pending data. Called once, after the last `log`."""
-
-
-# class or function that is called with (run, step of the resumed checkpoint or None, **tracker_kwargs) and returns a
-# tracker; built-in trackers import their packages when they are created
-TrackerFactory = Callable[..., Tracker]
 
 
 @dataclass(frozen=True)
