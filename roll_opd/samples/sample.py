@@ -10,7 +10,6 @@ whole batch with `with_columns`. The columns in a shard are those of `objective.
 Legend: T tokens in all, P prompt tokens, M tokens of a batch, concatenated, L layers with experts, K experts per token.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -57,12 +56,6 @@ def teacher_logprobs(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 def end_to_end(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     """Return the concatenation [M] of the samples' arrays [T-P]. The result is empty if there are no samples."""
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
-
-
-def split_by_length(values_M: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Return each sample's part of a concatenated array [M], as views [T-P]."""
-    ends = itertools.accumulate(lengths)
-    return [values_M[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def picked(values_M: np.ndarray, mask_M: np.ndarray) -> np.ndarray:
