@@ -10,26 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.config.role_plans import (
-    ContextPlan,
-    CriticPlan,
-    ExternalPlan,
-    FilePlan,
-    FollowingPlan,
-    HttpPlan,
-    Layout,
-    LoraPlan,
-    MegatronPlan,
-    MicroBatchLimits,
-    ModelPlan,
-    OptimizerPlan,
-    RolloutPlan,
-    SamplingPlan,
-    ScorerPlan,
-    TeacherPlan,
-    TeacherSource,
-    TrainPlan,
-)
+from roll_opd.config.role_plans import *
 from roll_opd.config.schema import (
     CheckpointKeys,
     Level,

@@ -28,7 +28,6 @@ from roll_opd.models.supported import not_yet
 from roll_opd.planner import (
     check_devices,
     check_files,
-    check_rows,
     check_values,
     parts,
     rollout_parts,
@@ -111,14 +110,14 @@ def plan_config(
     sentences = [*refusals, *diagnostics.blockers_here, *lacking(plan.trackers)]
     if sentences and runnable:
         raise ConfigError(sentences)
-    rows = check_rows.first_rows(plan)
-    absent = check_rows.absent_columns(plan)
+    rows = row_plans.first_rows(plan)
+    absent = row_plans.absent_columns(plan)
     problems = [*check_files.missing_templates(plan, rows), *(text for found in absent.values() for text in found)]
     if not runnable:  # a run reads all rows and reports all that it refuses
-        problems += check_rows.unusable_rows(plan, {key: some for key, some in rows.items() if key not in absent})
+        problems += row_plans.unusable_rows(plan, {key: some for key, some in rows.items() if key not in absent})
     if problems:
         raise ConfigError(problems)
-    plain = check_rows.plain_prompts(plan, rows)
+    plain = row_plans.plain_prompts(plan, rows)
     shown = (*check_files.turn_end_warnings(plan, rows), *filter(None, [plain]))
     warnings = (*diagnostics.warnings, *sentences, *shown)
     return replace(plan, warnings=warnings, refusals=tuple(refusals), plain_prompts=plain)

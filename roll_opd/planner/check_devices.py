@@ -8,8 +8,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import Run, Worker
 from roll_opd.models.device_phases import members_on_gpus
 from roll_opd.models.memory import device_memory, readable_bytes
-from roll_opd.planner.device_mapping import short_devices
-from roll_opd.planner.strategies import OPTIONS
+from roll_opd.planner.strategies import OPTIONS, short_devices
 
 
 def nodes(roles: list[Worker], top: Run) -> int:

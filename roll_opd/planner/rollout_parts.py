@@ -27,13 +27,12 @@ from roll_opd.planner import (
     check_values,
     parts,
     row_plans,
-    teacher_context,
+    teacher_sections,
 )
-from roll_opd.planner.expand import expand
-from roll_opd.planner.http_plans import check_http_teachers, check_scorers
-from roll_opd.planner.objective_plan import engine_check_plan, objective_plan
+from roll_opd.planner.objective_plan import engine_check_plan, expand, objective_plan
 from roll_opd.planner.read import Sections
 from roll_opd.planner.reward_sections import read_rewards
+from roll_opd.planner.teacher_sections import check_http_teachers, check_scorers
 from roll_opd.workflows.workflow_checks import argument_problems, name_problem
 
 TITLES = {
@@ -67,7 +66,7 @@ def fields(sections: Sections) -> dict[str, Any] | None:
     check_devices.check_devices(sections.placed(), top)
     check_async.check_async(top, sections)
     top = sections.top = check_values.read_sizes(sections, top)
-    teacher_context.check_teachers(sections, top)
+    teacher_sections.check_teachers(sections, top)
     check_http_teachers(sections, top)
     check_scorers(sections)
     if not top.makes_tasks:

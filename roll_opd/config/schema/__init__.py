@@ -18,6 +18,5 @@ from roll_opd.config.schema.rollout_keys import *
 from roll_opd.config.schema.run_keys import *
 from roll_opd.config.schema.section import *
 from roll_opd.config.schema.supervised_keys import *
-from roll_opd.config.schema.teacher_file_keys import *
 from roll_opd.config.schema.teacher_keys import *
 from roll_opd.config.schema.worker_keys import *

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Top, Worker
-from roll_opd.planner.expand import Variant
+from roll_opd.planner.objective_plan import Variant
 
 PG_WORKER = "actor_pg_worker"  # part of the dotted path of ROLL's classes that read pg_variant
 # ROLL's pg_variant -> arguments whose defaults differ from the loss's
