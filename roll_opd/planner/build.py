@@ -25,15 +25,7 @@ from roll_opd.models.flops import sequence_flops
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
-from roll_opd.planner import (
-    check_devices,
-    check_files,
-    check_values,
-    parts,
-    rollout_parts,
-    row_plans,
-    supervised_parts,
-)
+from roll_opd.planner import check_devices, check_files, check_values, parts, rollout_parts, row_plans, supervised_parts
 from roll_opd.planner.pipeline_choice import pipeline_keys
 from roll_opd.planner.read import Sections, read_sections
 from roll_opd.planner.role_reader import RoleReader, choose_mode

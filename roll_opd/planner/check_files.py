@@ -39,8 +39,7 @@ def compare_models(roles: Sections) -> None:
     _check_vocabulary(train)
     if infer is not None and infer.info is not None and infer.info.path != train.info.path:
         infer.diag.error(
-            MODEL,
-            f"{infer.info.path} is not the model that {train.path} trains ({train.info.path}); remove this key",
+            MODEL, f"{infer.info.path} is not the model that {train.path} trains ({train.info.path}); remove this key"
         )
     for other, what in ((roles.reference, "reference policy"), (roles.critic, "critic")):
         if other is not None:

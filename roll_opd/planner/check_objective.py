@@ -9,15 +9,7 @@ from collections.abc import Iterator, Sequence
 from roll_opd.config.diagnostics import as_yaml
 from roll_opd.config.plan import RewardPlan
 from roll_opd.config.roll_keys import KL_PENALTIES_LATER, PURE_FIXED
-from roll_opd.config.schema import (
-    CriticKeys,
-    DistillationKeys,
-    ReinforcementKeys,
-    SampleKeys,
-    StepKeys,
-    Top,
-    keys_of,
-)
+from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, SampleKeys, StepKeys, Top, keys_of
 from roll_opd.objective.algorithms import (
     DIVERGENCE_NAMES,
     KL_LOSSES,

@@ -114,13 +114,11 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
             kwargs.diag.error(name, f"{rate:g} is above {peak:g}, the rate after the warm-up; lower it")
     if kwargs.lr_decay_steps is not None and kwargs.lr_decay_steps <= warmup:
         kwargs.diag.error(
-            "lr_decay_steps",
-            f"{kwargs.lr_decay_steps} is not more than the {warmup} updates of the warm-up; raise it",
+            "lr_decay_steps", f"{kwargs.lr_decay_steps} is not more than the {warmup} updates of the warm-up; raise it"
         )
     if style == "WSD" and kwargs.wsd_decay_steps is None:
         kwargs.diag.error(
-            "wsd_decay_steps",
-            f"is missing; {args.lr_scheduler_type} needs the number of updates in its decay",
+            "wsd_decay_steps", f"is missing; {args.lr_scheduler_type} needs the number of updates in its decay"
         )
     return {
         "learning_rate": peak,

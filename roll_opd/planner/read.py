@@ -172,11 +172,7 @@ def _with_devices(top: Run | None, sections: Sections) -> Run | None:
 
 
 def _variables(
-    values: Mapping[str, Any],
-    known: set[str],
-    ignored: frozenset[str],
-    variables: frozenset[str],
-    diag: Diagnostics,
+    values: Mapping[str, Any], known: set[str], ignored: frozenset[str], variables: frozenset[str], diag: Diagnostics
 ) -> set[str]:
     """Return the unknown top-level keys that may be variables of the file.
 

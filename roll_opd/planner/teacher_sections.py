@@ -208,8 +208,7 @@ def _check_addresses(keys: HttpKeys) -> None:
         fault = address_fault(url)
         if url.startswith("tinker:"):
             keys.diag.error(
-                "url",
-                f"is a path of weights; write it in model_name, with server: tinker and url: {TINKER_URL}",
+                "url", f"is a path of weights; write it in model_name, with server: tinker and url: {TINKER_URL}"
             )
         elif fault:
             keys.diag.error("url", fault)

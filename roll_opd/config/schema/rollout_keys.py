@@ -93,9 +93,7 @@ class Validation(Section):
     data_args: DataArgs = key(DataArgs(), "held-out rows")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "sampling of the answers")
     evaluate_teacher: bool = key(
-        False,
-        "let the teacher answer the held-out prompts once, and score its answers for comparison",
-        OURS,
+        False, "let the teacher answer the held-out prompts once, and score its answers for comparison", OURS
     )
 
 

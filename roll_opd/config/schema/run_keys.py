@@ -57,8 +57,7 @@ class RunKeys(Section):
         OURS,
     )
     is_offload_states: bool | None = key(
-        None,
-        "release a role's device memory while another role uses the devices; default: true on GPUs",
+        None, "release a role's device memory while another role uses the devices; default: true on GPUs"
     )
     startup_timeout_s: AboveZero = key(1800.0, "time limit for starting each part of a run, s", OURS)
     server_timeout_s: NotNegative = key(
@@ -68,9 +67,7 @@ class RunKeys(Section):
         OURS,
     )
     shutdown_timeout_s: NotNegative = key(
-        120.0,
-        "time limit after SIGTERM for finishing the step and writing a checkpoint, s",
-        OURS,
+        120.0, "time limit after SIGTERM for finishing the step and writing a checkpoint, s", OURS
     )
     host_timeout_s: AboveZero = key(600.0, "how long hosts wait for a missing host, s", OURS)
     stall_timeout_s: AboveZero | None = key(
