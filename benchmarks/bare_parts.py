@@ -308,8 +308,7 @@ def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan, sleeps: bool) -
 
 
 async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan, sleeps: bool) -> None:
-    from roll_opd.inference.sleep_mode import PARTS
-    from roll_opd.inference.vllm_engine import InferenceEngine
+    from roll_opd.inference.vllm_engine import PARTS, InferenceEngine
     from roll_opd.samples.transport import as_tensor
 
     engine = await InferenceEngine.start(
