@@ -10,6 +10,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -59,7 +60,7 @@ class LoadedConfig:
         values: the configuration as plain data.
         origins: a map from each dotted key to its place, for example "file.yaml:12".
         variables: the top-level keys to which another value refers by `${name}`.
-        texts: a map from each key that an override sets to a number or a boolean, to the value as written.
+        texts: a map from the dotted path of each value in an override to the value as written.
         translation: for a configuration of Trinity-RFT, a report of how its keys were translated.
     """
 
@@ -123,12 +124,7 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     if diag.problems:
         raise ConfigError(diag.problems)
     variables = frozenset(REFERS.findall(str(OmegaConf.to_container(config))))
-    texts = {
-        override.key_or_group: str(override.input_line).partition("=")[2].strip()
-        for override in parsed
-        if isinstance(override.value(), bool | int | float)
-    }
-    return LoadedConfig(name, directory, values, origins, variables, texts=texts)
+    return LoadedConfig(name, directory, values, origins, variables, texts=override_texts(parsed))
 
 
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
@@ -315,6 +311,29 @@ def key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
     if root is not None:
         visit(root, package)
     return lines
+
+
+def override_texts(overrides: Sequence[Override]) -> dict[str, str]:
+    """Return the numbers and booleans of overrides as written, also those in lists, by their dotted paths."""
+    texts: dict[str, str] = {}
+    for override in overrides:
+        if isinstance(override.value(), str | None):
+            continue
+        with suppress(yaml.YAMLError):
+            node = yaml.compose(str(override.input_line).partition("=")[2], Loader=LOADER)
+            texts |= texts_below(node, override.get_key_element().lstrip("+~"))
+    return texts
+
+
+def texts_below(node: yaml.Node | None, path: str) -> dict[str, str]:
+    """Return the values below a node that are not quoted, as written, by their dotted paths."""
+    if isinstance(node, yaml.ScalarNode):
+        return {} if node.style else {path: node.value}
+    found: dict[str, str] = {}
+    for number, item in enumerate(node.value if node else ()):
+        name, value = (item[0].value, item[1]) if isinstance(node, yaml.MappingNode) else (number, item)
+        found |= texts_below(value, f"{path}.{name}" if path else str(name))
+    return found
 
 
 def keys_below(key: str, value: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ neither. All checks report to the same `Diagnostics`, so a user sees all problem
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from roll_opd.base.failures import os_sentence, shortened
@@ -32,7 +32,7 @@ class Diagnostics:
     ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted but have no effect
     dropped: set[str] = field(default_factory=set)  # top-level keys that are not in the schema: probably variables
     renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> its path as written in the file
-    texts: Mapping[str, str] = field(default_factory=dict)  # path of an overridden key -> its value as written
+    texts: Mapping[str, str] = field(default_factory=dict)  # dotted path -> the value as written, if that is known
     replaced: set[str] = field(default_factory=set)  # keys of the file that were overridden under another name
     path: str = ""
 
@@ -121,6 +121,20 @@ class Diagnostics:
                 return f" ({place})"
             key = key.rpartition(".")[0]
         return ""
+
+    def as_written(self, key: str, value: object) -> str:
+        """Return a value for a message: a number or a boolean as it is written, if that is known, and else as JSON."""
+        return self.text_of(key, value) or json.dumps(value, default=str)[:120]
+
+    def text_of(self, key: str, value: object) -> str | None:
+        """Return a number or a boolean as it is written, or None if that is not known."""
+        path = self.at(key)
+        text = self.texts.get(self.renamed.get(path, path), "")
+        if isinstance(value, bool | int | float):
+            with suppress(ValueError):
+                if text.lower() == str(value).lower() or float(text) == value:
+                    return text
+        return None
 
     def is_override(self, key: str) -> bool:
         """Return whether `key` was set on the command line."""

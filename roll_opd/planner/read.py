@@ -4,7 +4,6 @@ A section with a wrong value becomes None, so later checks run on the other sect
 names the most similar known key. `Diagnostics` collects keys of ROLL that have no effect here.
 """
 
-import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -374,7 +373,7 @@ def _report(error: ValidationError, diag: Diagnostics) -> None:
         expected.setdefault(key, []).append(text)
         inputs[key] = item["input"]
     for key, texts in expected.items():
-        got = f", got {json.dumps(inputs[key], default=str)[:120]}" if inputs[key] is not None else ""
+        got = f", got {diag.as_written(key, inputs[key])}" if inputs[key] is not None else ""
         diag.error(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")
 
 

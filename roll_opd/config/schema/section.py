@@ -118,8 +118,7 @@ def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics,
         if name in keys:
             value = None if value == "None" else value  # Python's null, as in ROLL's YAML files
             if isinstance(value, bool | int | float) and _takes_text(keys[name]):
-                path = diag.at(name)
-                value = diag.texts.get(diag.renamed.get(path, path), value)  # exp_name=1e3 is a text as written
+                value = diag.text_of(name, value) or value  # exp_name=1e3 is a text as written
             if value is not None or _takes_null(keys[name]):
                 kept[name] = value
         elif name in section.ignored:

@@ -175,7 +175,8 @@ def plan(root: Path) -> Planner:
         values = yaml.safe_load(text.replace("{root}", str(root)))
         for key, value in (changes or {}).items():
             set_key(values, key, value)
-        (root / "theirs.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        dumped = yaml.safe_dump(values, sort_keys=False).replace("NUMBER", "1.50e1")
+        (root / "theirs.yaml").write_text(dumped)
         reported: list[str] = []
         return load_plan(str(root), "theirs", list(overrides), say=reported.append), "\n".join(reported)
 
@@ -190,6 +191,23 @@ def refusals(plan: Planner) -> Callable[..., list[str]]:
         return caught.value.problems
 
     return make
+
+
+def test_numbers_are_quoted_as_written(plan: Planner, refusals: Callable[..., list[str]], root: Path) -> None:
+    assert plan(GRPO, {}, "exp_name=1e3")[0].exp_name == "1e3"
+    held = {"name": "held", "path": f"{root}/rows", "split": "test", "rollout_args": {"n": "NUMBER"}}
+    teacher = {"model_path": f"{root}/teacher", "engine_num": "NUMBER"}
+    cases = [
+        (GRPO, {}, "rollout_batch_size=1.50e1"),
+        (GRPO, {}, "actor_infer.generating_args.stop_strings=[a,1.50e1]"),
+        (GRPO, {"buffer.explorer_input.eval_tasksets": [held]}),
+        (GRPO, {"algorithm.repeat_times": "NUMBER"}),
+        (GRPO, {"algorithm.optimizer.betas": [0.9, "NUMBER"]}),
+        (DISTIL, {"explorer.auxiliary_models": [teacher]}),
+    ]
+    for text, changes, *overrides in cases:
+        (problem,) = refusals(text, changes, *overrides)
+        assert "1.50e1" in problem and "15" not in problem, problem
 
 
 def test_grpo_without_gpus(plan: Planner, root: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,12 +21,14 @@ from roll_opd.config.compose import (
     key_lines,
     keys_below,
     one_line,
+    override_texts,
     parse_overrides,
     resolve,
+    texts_below,
 )
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan
-from roll_opd.config.yaml_files import yaml_message
+from roll_opd.config.yaml_files import LOADER, yaml_message
 from roll_opd.data.files import count_rows, files_below
 from roll_opd.data.rows import DataError
 from roll_opd.extras.trinity.translation.reading import Machine
@@ -44,15 +47,17 @@ def load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
 def _load(file: Path, overrides: list[str]) -> LoadedConfig:
     lines = key_lines(file, file.name, "")
     values = _resolved(_loaded(file), lines)
-    diag = Diagnostics(lines)
+    diag = Diagnostics(lines, texts=texts_below(yaml.compose(file.read_text(encoding="utf-8"), Loader=LOADER), ""))
     has_gpus = hardware.gpu_memory_gb() is not None
     read = translated(values, diag, Machine(hardware.devices(), has_gpus), _files_of, _count)
     if diag.problems:
         raise ConfigError(diag.problems)
-    ours, origins = _overridden(read.values, overrides)
+    parsed = parse_overrides(overrides)
+    ours, origins = _overridden(read.values, parsed)
     head = f"{file} is a Trinity-RFT configuration; it is translated to"
     report = "\n".join([head, *read.lines()])
-    return LoadedConfig(file.stem, file.parent, ours, read.origins | origins, translation=report)
+    texts = read.texts | override_texts(parsed)
+    return LoadedConfig(file.stem, file.parent, ours, read.origins | origins, translation=report, texts=texts)
 
 
 def _loaded(file: Path) -> DictConfig:
@@ -75,14 +80,14 @@ def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _overridden(values: dict[str, Any], overrides: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (values, origins): the values after the overrides, and a map from each overridden key to its origin.
 
     The overrides use the keys of this package.
     """
     config, problems = OmegaConf.create(values), []
     origins: dict[str, str] = {}
-    for override in parse_overrides(overrides):
+    for override in overrides:
         key, value = override.get_key_element().lstrip("+~"), override.value()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -103,7 +103,7 @@ def _kl_penalty(read: Translation) -> bool:
             read.drop(key, "no KL is subtracted from rewards")
         return False
     if not isinstance(name, str) or name not in KL_PENALTIES:
-        read.diag.error(key, f"should be none or {', '.join(KL_PENALTIES)}, got {name!r}")
+        read.diag.error(key, f"should be none or {', '.join(KL_PENALTIES)}, got {read.diag.as_written(key, name)}")
         return False
     read.put("add_token_level_kl", True, key)
     read.put("kl_penalty", KL_PENALTIES[name], key)

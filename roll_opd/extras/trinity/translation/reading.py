@@ -32,6 +32,7 @@ class Translation:
     found: dict[str, Any] = field(default_factory=dict)  # combined keys: Trinity-RFT key -> value
     values: dict[str, Any] = field(default_factory=dict)  # translated configuration
     origins: dict[str, str] = field(default_factory=dict)  # translated key -> Trinity-RFT key and its line
+    texts: dict[str, str] = field(default_factory=dict)  # translated key -> its value as written
     mapped: list[tuple[str, str, Any]] = field(default_factory=list)  # (Trinity-RFT keys, our key, value)
     unread: dict[str, str] = field(default_factory=dict)  # ignored Trinity-RFT key -> reason
     auxiliaries: dict[str, str] = field(default_factory=dict)  # Trinity-RFT section of an auxiliary model -> ours
@@ -88,6 +89,8 @@ class Translation:
         written = [key for key in by if key]
         self.mapped.append((" + ".join(written), ours, value))
         for key in written[:1]:
+            if key in self.diag.texts:
+                self.texts[ours] = self.diag.texts[key]
             self.origins[ours] = f"{key}{self.diag.where(key).replace(' (', ', ').rstrip(')')}"
 
     def drop(self, key: str, why: str) -> None:
@@ -113,7 +116,7 @@ class Translation:
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        self.diag.error(key, f"should be an integer of at least {least}, got {value!r}")
+        self.diag.error(key, f"should be an integer of at least {least}, got {self.diag.as_written(key, value)}")
         return default
 
     def below(self, key: str) -> dict[str, Any]:
@@ -124,7 +127,7 @@ class Translation:
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
-        self.diag.error(key, f"expected a section with keys, got {value!r}")
+        self.diag.error(key, f"expected a section with keys, got {self.diag.as_written(key, value)}")
         return {}
 
     def entries(self, key: str) -> list[Mapping[str, Any]]:
@@ -135,7 +138,7 @@ class Translation:
         value = self.get(key) or []
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             return value
-        self.diag.error(key, f"expected a list of sections with keys, got {value!r}")
+        self.diag.error(key, f"expected a list of sections with keys, got {self.diag.as_written(key, value)}")
         return []
 
     def lines(self) -> Iterable[str]:
@@ -175,7 +178,7 @@ def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule],
                 for name, item in value.items():
                     visit(item, f"{key}.{name}")
             elif value is not None:
-                read.diag.error(path, f"expected a section with keys, got {value!r}")
+                read.diag.error(path, f"expected a section with keys, got {read.diag.as_written(path, value)}")
         elif path.startswith(UNREAD):
             read.drop(
                 path if path in UNREAD else ".".join(path.split(".")[:2]), "a key of veRL, which is not used here"
@@ -211,4 +214,4 @@ def _follow(read: Translation, rule: Rule, path: str, value: Any) -> None:
         read.found[path] = value
         read.drop(path, "")
     else:
-        read.diag.error(path, f"{_yaml(value)} is not available: {rule.why}")
+        read.diag.error(path, f"{read.diag.text_of(path, value) or _yaml(value)} is not available: {rule.why}")

@@ -37,7 +37,7 @@ def devices(read: Translation) -> None:
     read.put("num_gpus_per_node", each, "cluster.gpu_per_node" if read.get("cluster.gpu_per_node") else "")
     dtype, key = read.first(f"{ROLLOUT}.dtype", default="bfloat16")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        read.diag.error(key, f"should be one of {', '.join(DTYPES)}, got {dtype!r}")
+        read.diag.error(key, f"should be one of {', '.join(DTYPES)}, got {read.diag.as_written(key, dtype)}")
         return
     for role in _roles(read):
         read.put(f"{role}.model_args.dtype", DTYPES[dtype], key)
@@ -201,10 +201,10 @@ def training(read: Translation) -> None:
         read.put(f"{actor}.lr_scheduler_kwargs", {"min_lr": share * rate}, key)
     betas, key = read.first(f"{optimizer}.betas")
     if isinstance(betas, list) and len(betas) == 2:
-        read.put(f"{actor}.adam_beta1", betas[0], key)
-        read.put(f"{actor}.adam_beta2", betas[1], key)
+        read.put(f"{actor}.adam_beta1", betas[0], f"{key}.0")
+        read.put(f"{actor}.adam_beta2", betas[1], f"{key}.1")
     elif betas is not None:
-        read.diag.error(key, f"expected two numbers, got {betas!r}")
+        read.diag.error(key, f"expected two numbers, got {read.diag.as_written(key, betas)}")
     clips = ("trainer.grad_clip", "trainer.actor_grad_clip", f"{_ACTOR}.grad_clip")
     of_optimizer = (f"{optimizer}.clip_grad",)
     is_megatron = read.get("trainer.trainer_strategy") == "megatron"

@@ -26,7 +26,8 @@ def synchronizer(read: Translation, updates: int) -> None:
     written, style_key = read.first("synchronizer.sync_style", default="fixed")
     style = _ALIASES.get(str(written).lower(), str(written).lower())
     if style not in STYLES:
-        read.diag.error(style_key, f"should be one of {', '.join(STYLES)}, got {written!r}")
+        got = read.diag.as_written(style_key, written)
+        read.diag.error(style_key, f"should be one of {', '.join(STYLES)}, got {got}")
         return
     age, keys = _largest_age(read, style, updates)
     if style != "fixed":
