@@ -166,7 +166,9 @@ def _text(token: Any) -> Any:
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 # special tokens, and switches of tokenizer_config.json that affect ids, most important first
 TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
-SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space")
+SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens")
+# switches of an added token
+FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,30 @@ def vocabulary_fingerprint(path: Path) -> str:
 def _pipeline_differences(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[str]:
     """Return the differences between the tokenization steps of two tokenizers."""
     found = [f"{step} differs" for step in PIPELINE if mine.get(step) != theirs.get(step)]
+    found += [f"{key} of the model differs" for key in _differing(_of_model(mine), _of_model(theirs))]
+    flags, other_flags = _flags(mine), _flags(theirs)
+    found += [
+        f"{', '.join(_differing(flags[token], other_flags[token]))} of the added token {token!r} differs"
+        for token in sorted(flags.keys() & other_flags.keys())
+        if flags[token] != other_flags[token]
+    ]
     return [*filter(None, [_merges_difference(_merges(mine), _merges(theirs), name)]), *found]
+
+
+def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+
+
+def _of_model(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a tokenizer's model that are set, and the scores of a unigram model's tokens."""
+    model = content.get("model") or {}
+    scores = {"scores": dict(model["vocab"])} if isinstance(model.get("vocab"), list) else {}
+    return {key: value for key, value in model.items() if value and key not in ("vocab", "merges")} | scores
+
+
+def _flags(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    tokens = content.get("added_tokens") or []
+    return {str(token["content"]): {flag: token.get(flag, False) for flag in FLAGS} for token in tokens}
 
 
 def _digest(file: Path) -> str | None:

@@ -86,3 +86,23 @@ def test_tokenizers_that_differ_in_one_file(tmp_path: Path) -> None:
         assert compare_tokenizers(STUDENT, paths[1]).conflict is None  # the student cannot write <y>
         same = variant(tmp_path / f"{number}c", changes)
         assert compare_tokenizers(paths[0], same) == compare_tokenizers(paths[0], paths[0])
+
+
+@pytest.mark.slow
+def test_every_setting_of_a_tokenizer_is_compared(tmp_path: Path) -> None:
+    content = json.loads((STUDENT / "tokenizer.json").read_text())
+    model = {"ignore_merges": True, "byte_fallback": True, "dropout": 0.1, "fuse_unk": True, "unk_token": "<|end|>"}
+    unigram = [[["a", -1.0], ["b", score]] for score in (-2.0, -3.0)]
+    changed: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        *(({}, {"model": content["model"] | {name: value}}) for name, value in model.items()),
+        *(({}, {step: {"type": "Other"}}) for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder")),
+        ({"model": {"vocab": unigram[0]}}, {"model": {"vocab": unigram[1]}}),
+    ]
+    first, *others = content["added_tokens"]
+    for flag in ("special", "lstrip", "rstrip", "normalized", "single_word"):
+        changed.append(({}, {"added_tokens": [first | {flag: not first[flag]}, *others]}))
+    for number, changes in enumerate(changed):
+        paths = [variant(tmp_path / f"{number}{n}", {"tokenizer.json": one}) for n, one in enumerate(changes)]
+        assert compare_tokenizers(*paths).differences, changes[1].keys()
+    whole = variant(tmp_path / "whole", {"tokenizer_config.json": {"split_special_tokens": True}})
+    assert compare_tokenizers(STUDENT, whole).differences and not compare_tokenizers(STUDENT, STUDENT).differences
