@@ -259,7 +259,13 @@ class Endpoint:
         try:
             async with asyncio.timeout(seconds):
                 response = await self._client.request(self._method, self._url, content=content or None)
-        except (httpx.ConnectTimeout, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError) as error:
+        except (
+            httpx.ConnectTimeout,
+            httpx.NetworkError,
+            httpx.ProtocolError,
+            httpx.ProxyError,
+            AttributeError,  # anyio reads the address of a connection that was reset while it was made
+        ) as error:
             raise AttemptFailed("connect", f"{type(error).__name__} {error}".strip()) from None
         except (TimeoutError, httpx.TimeoutException):
             raise AttemptFailed("timeout", f"no response in {seconds:g} s") from None
