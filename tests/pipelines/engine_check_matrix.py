@@ -1,4 +1,4 @@
-"""Runs with right and wrong engines: which of them the engine check refuses, in four modes and with several seeds.
+"""Runs with right and wrong engines: which of them the engine check refuses, in five modes and with several seeds.
 
 Ray and the roles start once for each set of engine options; each run has its own plan, prompts and run directory. A
 wrong engine is a healthy one that this program alters: its sampling settings, its computation, or the weights that it
@@ -22,6 +22,7 @@ from typing import Any
 import ray
 from runs import REPOSITORY, SPREAD
 from stage import PURE, TEACHER, WITH_TEACHER, Stage, optimizer_of
+from test_engine_check import COLD
 
 from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
@@ -47,6 +48,8 @@ MODES: dict[str, tuple[tuple[str, str], tuple[str, ...]]] = {
     "mixed": (WITH_TEACHER, ()),
     "async": (PURE, ("async_generation_ratio=1", "max_steps=3")),
     "lora": (PURE, ()),
+    # a workflow whose calls have other settings than the run
+    "calls": (PURE, ("plugin_dir={place}/plugins", "workflow=cold", "deterministic=false")),
 }
 DIFFERENCE, SQUARE = "rollout/engine/difference", "rollout/engine/root_mean_square"
 GENERATING, OPTION = "{infer}.generating_args.", "++{infer}.strategy_args.strategy_config."
@@ -175,7 +178,8 @@ class Engines(Stage):
 @contextmanager
 def started(options: Sequence[str], place: Path, *, lora: bool) -> Iterator[Engines]:
     """Start Ray, student, teacher and engines."""
-    place.mkdir(parents=True, exist_ok=True)
+    (place / "plugins").mkdir(parents=True, exist_ok=True)
+    (place / "plugins/cold.py").write_text(COLD)
     student = [f"++actor_train.{setting}" for setting in LORA] if lora else []
     written = [option.format(infer="actor_infer", train="actor_train") for option in options]
     plan = load_plan(
@@ -194,7 +198,9 @@ def run(stage: Engines, name: str, mode: str, seed: int, options: Sequence[str],
     train, infer = ("student_train", "student_infer") if config == PURE else ("actor_train", "actor_infer")
     lora = [f"++{train}.{setting}" for setting in LORA] if mode == "lora" else []
     spread = [*SPREAD] if config == PURE else []
-    written = [setting.format(infer=infer, train=train) for setting in (*options, *engine.settings)]
+    written = [
+        setting.format(infer=infer, train=train, place=place) for setting in (*of_mode, *options, *engine.settings)
+    ]
     stage.alter(engine.fault)
     original, begun = distill.rollouts_of, time.monotonic()
 
@@ -206,7 +212,7 @@ def run(stage: Engines, name: str, mode: str, seed: int, options: Sequence[str],
     distill.rollouts_of = rollouts_of
     try:
         made = stage.run(
-            *SHORT, *optimizer_of(train), *lora, *spread, *of_mode, *written, f"seed={seed}", config=config, place=place
+            *SHORT, *optimizer_of(train), *lora, *spread, *written, f"seed={seed}", config=config, place=place
         )
     finally:
         distill.rollouts_of = original
