@@ -123,11 +123,11 @@ class Diagnostics:
         return ""
 
     def as_written(self, key: str, value: object) -> str:
-        """Return a value for a message: a number or a boolean as it is written, if that is known, and else as JSON."""
+        """Return a value for a message: a number or boolean as written, if its text is known, and else as JSON."""
         return self.text_of(key, value) or json.dumps(value, default=str)[:120]
 
     def text_of(self, key: str, value: object) -> str | None:
-        """Return a number or a boolean as it is written, or None if that is not known."""
+        """Return a number or boolean as written, or None if its text is not known."""
         path = self.at(key)
         text = self.texts.get(self.renamed.get(path, path), "")
         if isinstance(value, bool | int | float):
