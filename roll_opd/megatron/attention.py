@@ -397,7 +397,7 @@ def _padded_offsets(sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _places(pack: PackedSequences, cells_BL: Tensor) -> Tensor:
-    """Return the positions in the pack of tokens of the expanded sequences."""
+    """Return, for each token of the expanded sequences, its position in the pack."""
     return cells_BL if pack.places_X is None else pack.places_X[cells_BL]
 
 

@@ -159,7 +159,7 @@ def check_samples(top: Top, has_rewards: bool) -> None:
 
 
 def _check_beside_teachers(top: Top, mode: str) -> None:
-    """Warn about keys that do not apply to the teachers' part of an advantage here, but do in ROLL."""
+    """Warn about keys that change the teachers' part of an advantage only in ROLL."""
     if top.whiten_advantages:
         pure = mode == "pure"
         instead = "has no effect in pure distillation" if pure else "whitens only the reward's part of an advantage"

@@ -165,7 +165,7 @@ def micro_batches(
 
 
 def _first(fits: Callable[[int], bool], start: int) -> int:
-    """Return a number that fits and is at least `start`. The number below it does not fit, or is below `start`.
+    """Return `start` if it fits, else a larger number that fits and whose predecessor does not fit.
 
     The search is a galloping search: the step is doubled until a number fits, and then the last interval is bisected.
     """

@@ -39,7 +39,7 @@ def truncated(runs: Versions, tokens: int) -> Versions:
 
 
 def of_mask(action_mask: np.ndarray, version: int) -> Versions:
-    """Return the runs of a response whose action tokens were all sampled by one version."""
+    """Return the versions of a response that one version sampled; observed tokens have None."""
     return concatenated([((version if sampled else None, 1),) for sampled in action_mask.tolist()])
 
 

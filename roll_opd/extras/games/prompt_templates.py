@@ -60,7 +60,7 @@ def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def missing_observation_field(settings: Mapping[str, Any]) -> str | None:
-    """Return the name of the observation field if the template lacks this field, else None.
+    """Return the observation field that the template lacks, or None.
 
     Without this field, the model would not see the observation.
     """
