@@ -91,11 +91,8 @@ class Diagnostics:
         """Insert the warnings about keys without effect and about unknown keys, before all other warnings."""
         if self.dropped:
             names = ", ".join(sorted(self.dropped))
-            self.warnings.insert(
-                0,
-                "these keys are unknown and resemble no known key; they count as variables of the file and have no"
-                f" effect (as in ROLL): {names}",
-            )
+            text = "these keys are unknown, so they count as variables of the file without effect (as in ROLL)"
+            self.warnings.insert(0, f"{text}: {names}")
         if self.ignored:
             self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")
 

@@ -97,9 +97,7 @@ class DataPlan(RowKeys):
     system_prompt: str | None = None  # system message of conversations that have none
     # tag -> template, for tags whose template is not `template`
     tag_templates: FrozenDict = field(default_factory=FrozenDict)
-    columns: FrozenDict = field(
-        default_factory=FrozenDict
-    )  # messages, prompt, tag or id -> column of the file, if its name differs
+    columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, … -> column of the file, if another
     streams: tuple[StreamPlan, ...] = ()  # empty: every row is drawn once per epoch
     schema: str = "experience"  # content of a row: `experience`, `task`, `sft` or `dpo`
     length_key: str = "prompt_length"  # the user's key that limits the length of rows
@@ -263,12 +261,8 @@ class RunPlan(RunKeys, RolloutKeys):
     warnings: tuple[str, ...] = ()
     plain_prompts: str = ""  # that one of `warnings` about prompts which no chat template renders
     refusals: tuple[str, ...] = ()  # why a run of this plan is refused on every machine; also in `warnings`
-    memory: FrozenDict = field(
-        default_factory=FrozenDict
-    )  # role name -> {part: estimated bytes per rank} for each pipeline stage
-    flops: FrozenDict = field(
-        default_factory=FrozenDict
-    )  # role name -> forward FLOPs per token of the longest sequence
+    memory: FrozenDict = field(default_factory=FrozenDict)  # role -> {part: estimated bytes per rank} for each stage
+    flops: FrozenDict = field(default_factory=FrozenDict)  # role -> forward FLOPs per token of the longest sequence
     config_yaml: str = ""  # the composed configuration, for the run directory
 
     @property

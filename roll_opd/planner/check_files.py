@@ -38,9 +38,7 @@ def compare_models(roles: Sections) -> None:
         return
     _check_vocabulary(train)
     if infer is not None and infer.info is not None and infer.info.path != train.info.path:
-        infer.diag.error(
-            MODEL, f"{infer.info.path} is not the model that {train.path} trains ({train.info.path}); remove this key"
-        )
+        infer.diag.error(MODEL, f"{infer.info.path} is not the trained model {train.info.path}; remove this key")
     for other, what in ((roles.reference, "reference policy"), (roles.critic, "critic")):
         if other is not None:
             _compare_tokenizers(train, other, what)
@@ -55,9 +53,8 @@ def compare_models(roles: Sections) -> None:
                     same = "path" if train.info.path == role.info.path else "weights"
                     role.diag.error(
                         MODEL,
-                        f"the teacher has the student's {same} ({role.info.path}), so it teaches nothing"
-                        "; give another model, more context (hint, system_prompt), or set"
-                        " allow_self_teacher: true",
+                        f"the teacher has the student's {same} ({role.info.path}), so it teaches nothing; give another"
+                        " model, more context (hint, system_prompt), or set allow_self_teacher: true",
                     )
         if check == "align" and _has_other_tokens(train, role):
             roles.teachers[name] = changed(role, {"is_aligned": True})
@@ -69,9 +66,8 @@ def compare_models(roles: Sections) -> None:
         if role.info.vocab < train.info.vocab:
             role.diag.note(
                 "",
-                f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the student's"
-                " additional ids are padding, which the student must not sample; with opd_objective: sampled, the"
-                " student's log-probs are normalised over all ids, including the padding",
+                f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the student must not"
+                " sample the additional ids, over which opd_objective: sampled normalises its log-probs",
             )
 
 
@@ -89,15 +85,8 @@ def _compare_tokenizers(train: Worker, role: Worker, what: str, refuses: bool = 
         found = compare_tokenizers(train.info.path, role.info.path, what)
         sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
         if found.conflict and refuses:
-            way_out = (
-                ", or set teacher_tokenizer_check: align, so that the teacher reads the text in its own tokens; set"
-                " teacher_tokenizer_check: warn to continue with the student's ids"
-            )
-            way_out = way_out if what == "teacher" else ""
-            role.diag.error(
-                MODEL,
-                f"{sentence}; a {what} can only score its own tokens, so give a model of the student's family{way_out}",
-            )
+            way_out = ", or set teacher_tokenizer_check: align (or warn)" if what == "teacher" else ""
+            role.diag.error(MODEL, f"{sentence}; give a model of the student's family{way_out}")
         elif found.conflict:
             role.diag.note(MODEL, f"{sentence}; its log-probs of the differing tokens are meaningless")
         if found.differences:
@@ -105,11 +94,7 @@ def _compare_tokenizers(train: Worker, role: Worker, what: str, refuses: bool = 
             if what == "teacher":
                 own = getattr(role, "template", None)
                 counts = f"the teacher reads template {own}" if own else f"{counts} unless you set `template: native`"
-            role.diag.note(
-                "",
-                f"the tokenizers of student and {what} differ, but not in their token ids:"
-                f" {'; '.join(found.differences)}; {counts}",
-            )
+            role.diag.note("", f"the tokenizers differ, but not in their ids: {'; '.join(found.differences)}; {counts}")
         return True
     return False
 
@@ -130,11 +115,7 @@ def _has_other_tokens(train: Worker, role: Worker) -> bool:
         for info in (train.info, role.info):
             if (info.path / "tokenizer.json").is_file():
                 check_format(read_json(info.path / "tokenizer.json"))
-        role.diag.note(
-            MODEL,
-            f"the tokenizers of student and teacher differ: {conflict}; the teacher reads the response in its own"
-            " tokens, aligned by bytes (teacher_tokenizer_check: align)",
-        )
+        role.diag.note(MODEL, f"the tokenizers of student and teacher differ: {conflict}; tokens are aligned by bytes")
         return True
     return False
 
@@ -144,9 +125,7 @@ def _check_vocabulary(role: Worker) -> None:
         largest = largest_token_id(role.info.path) if role.info else None
         if role.info and largest is not None and largest >= role.info.vocab:
             role.diag.error(
-                MODEL,
-                f"the tokenizer uses token id {largest}, but the model has only {role.info.vocab} (vocab_size); give"
-                " model and tokenizer of the same release",
+                MODEL, f"the tokenizer uses token id {largest}, the model has {role.info.vocab}; change one"
             )
 
 
@@ -194,10 +173,7 @@ def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Pa
         return None
     if end.ids:
         file = path / "generation_config.json"
-        what = (
-            f"ends a turn with {end.names[0]} (id {end.ids[0]}), which is not a stop token: generation stops at"
-            f" {tokens.words}"
-        )
+        what = f"ends a turn with {end.names[0]} (id {end.ids[0]}), no stop token: generation stops at {tokens.words}"
         remedy = f"add {end.ids[0]} to eos_token_id in {file} (exports keep this file)"
         if not learns:
             remedy += f", or write generating_args.stop_strings: ['{end.names[0]}']"
@@ -206,9 +182,7 @@ def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Pa
         remedy = "use a template that ends turns with a stop token"
         remedy += "" if learns else f", or write generating_args.stop_strings: [{end.text!r}]"
     elif learns:
-        what = (
-            f"writes no token after an answer, so the student cannot learn to stop; generation stops at {tokens.words}"
-        )
+        what = f"writes no token after an answer, so no stop is learned; generation stops at {tokens.words}"
         return f"{what}. Use a template that ends turns with a stop token"
     else:
         return None
@@ -251,10 +225,7 @@ def check_logging(top: Run, exp_name: str) -> str | None:
     with top.diag.catching("logging_dir"):
         _writable_place(top, "logging_dir", expanded(top.logging_dir).absolute())
     if MAX_NAME_BYTES - RUN_ID_BYTES < len(os.fsencode(exp_name)) <= MAX_NAME_BYTES:  # a longer one is refused anyway
-        top.diag.error(
-            "logging_dir",
-            f"<exp_name>-<run> is longer than the {MAX_NAME_BYTES} bytes of a directory's name; shorten exp_name",
-        )
+        top.diag.error("logging_dir", f"<exp_name>-<run> is longer than {MAX_NAME_BYTES} bytes; shorten exp_name")
     return os.path.expanduser(top.logging_dir)
 
 
@@ -277,8 +248,7 @@ def _check_space(top: Run, place: Path | None, student: ModelInfo | None) -> Non
         if free < needed:
             top.diag.unsupported_here(
                 "output_dir",
-                f"one checkpoint of {student.parameters:,} parameters takes about {needed / 2**30:.1f} GiB, but {place}"
-                f" has {free / 2**30:.1f} GiB free; choose another directory",
+                f"a checkpoint takes {needed / 2**30:.1f} GiB, but {place} has {free / 2**30:.1f} GiB free; change it",
             )
 
 
@@ -295,8 +265,5 @@ def read_resume(top: Run) -> bool | str:
         found = find_path(top.resume_from_checkpoint)
         if found is not None and found.is_dir():
             return str(found)
-        top.diag.error(
-            "resume_from_checkpoint",
-            f"{top.resume_from_checkpoint!r} is not a directory; give a run or checkpoint directory, or true",
-        )
+        top.diag.error("resume_from_checkpoint", f"{top.resume_from_checkpoint!r} is no directory; give one")
     return False

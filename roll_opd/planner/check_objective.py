@@ -105,16 +105,9 @@ def _unread(top: Top, mode: str) -> Iterator[str]:
 def _check_reward_part(top: Top) -> None:
     """Check the keys of a run with rewards: critic, normalisation of rewards, and KL to the reference policy."""
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
-        top.diag.error(
-            "critic_warmup",
-            f"{top.critic_warmup} steps that train only the critic leave no step of max_steps {top.max_steps} for the"
-            " student; lower critic_warmup",
-        )
+        top.diag.error("critic_warmup", f"{top.critic_warmup} steps leave none of max_steps {top.max_steps}; lower it")
     if top.adv_estimator == "on_policy_distill":
-        top.diag.error(
-            "adv_estimator",
-            "'on_policy_distill' is set by pure distillation itself; in a run with rewards, write reinforce or grpo",
-        )
+        top.diag.error("adv_estimator", "'on_policy_distill' takes no rewards; write reinforce or grpo")
     if top.adv_estimator in ADVANTAGES.elsewhere:
         known = " or ".join(name for name in ADVANTAGES.builtin if name != "on_policy_distill")
         top.diag.unsupported("adv_estimator", f"{top.adv_estimator!r} is not available yet; use {known}")
@@ -134,10 +127,7 @@ def _check_reward_part(top: Top) -> None:
     if top.add_token_level_kl and top.init_kl_coef == 0:
         top.diag.note("add_token_level_kl", "true has no effect while init_kl_coef is 0")
         if top.target_kl is not None:
-            top.diag.error(
-                "target_kl",
-                "each step multiplies the coefficient by a factor, so init_kl_coef 0 stays 0; set init_kl_coef above 0",
-            )
+            top.diag.error("target_kl", "with init_kl_coef 0, the coefficient stays 0; set init_kl_coef above 0")
 
 
 def check_samples(top: Top, has_rewards: bool) -> None:
@@ -151,8 +141,7 @@ def check_samples(top: Top, has_rewards: bool) -> None:
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
         top.diag.error(
             "difficulty_low_threshold",
-            f"{top.difficulty_low_threshold:g} is not less than difficulty_high_threshold"
-            f" {top.difficulty_high_threshold:g}, so that no prompt is left; lower difficulty_low_threshold",
+            f"{top.difficulty_low_threshold:g} and difficulty_high_threshold leave no prompt; lower it",
         )
     if top.rl_loss_coef == 0:
         top.diag.warn("rl_loss_coef", "0 removes the policy loss, so rewards and advantages have no effect")
@@ -163,18 +152,9 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
     if top.whiten_advantages:
         pure = mode == "pure"
         instead = "has no effect in pure distillation" if pure else "whitens only the reward's part of an advantage"
-        top.diag.warn(
-            "whiten_advantages",
-            f"true {instead}; ROLL also whitens the teachers' part, so that positive values below the mean become"
-            " negative",
-        )
+        top.diag.warn("whiten_advantages", f"true {instead}; ROLL also whitens the teachers' part")
     if KL_PENALTIES.get(top.kl_penalty) != "kl":
-        top.diag.warn(
-            "kl_penalty",
-            f"{top.kl_penalty} is not applied to the teachers' part here, unlike in ROLL; this part is always the"
-            " student's log-prob - the teacher's log-prob, because its expected gradient is the gradient of the"
-            " reverse KL",
-        )
+        top.diag.warn("kl_penalty", f"{top.kl_penalty} is not applied to the teachers' part (kl), unlike in ROLL")
 
 
 def check_steps(top: Top) -> bool:
@@ -186,11 +166,7 @@ def check_steps(top: Top) -> bool:
     if top.makes_tasks:
         return top.check_advantage(facts)
     if facts.reads_states and not top.workflow:
-        top.diag.error(
-            "adv_estimator",
-            f"{name} compares actions from the same state of an environment, but answers to a prompt have no such"
-            " state; use grpo",
-        )
+        top.diag.error("adv_estimator", f"{name} compares actions from the same state, but answers have none; use grpo")
     if facts.reads_states and top.workflow and top.norm_mean_type is None and top.norm_std_type is None:
         instead = "norm_mean_type and norm_std_type are null; write norm_mean_type: group"
         top.diag.note("adv_estimator", f"{name} compares nothing while {instead}")
@@ -214,11 +190,7 @@ def _check_functions(top: Top, mode: str) -> None:
     measures_kl = top.use_kl_loss and mode != "pure"
     facts = loss_facts(top.policy_loss)
     if facts.needs == "pairs":
-        top.diag.unsupported(
-            "policy_loss",
-            f"{top.policy_loss!r} needs pairs of answers, but a rollout makes none; run it with start_dpo_pipeline.py,"
-            " or use another loss",
-        )
+        top.diag.unsupported("policy_loss", f"{top.policy_loss!r} needs pairs; use start_dpo_pipeline.py, or change it")
     for key, reason in check_combination(
         policy_loss=top.policy_loss or "",
         advantage=advantage if facts.reads_advantages else None,
@@ -243,18 +215,12 @@ def check_groups(top: Top, compares_prompts: bool) -> None:
     """
     compares = advantage_facts(top.adv_estimator).baseline and compares_prompts
     if compares and top.norm_mean_type != "batch" and top.responses == 1:
-        top.diag.note(
-            "adv_estimator",
-            f"{top.adv_estimator} has no baseline with one response per prompt, so rewards are used unchanged; set"
-            f" {top.group_key} to 2 or more",
-        )
+        top.diag.note("adv_estimator", f"{top.adv_estimator} has no baseline with one response; raise {top.group_key}")
     samples = top.rollout_batch_size * top.responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:
         top.diag.error(
             "kl_horizon",
-            f"{top.kl_horizon} is too small: a step has {samples} samples, and the coefficient changes by up to a fifth"
-            f" for every {top.kl_horizon} samples, so one step could take it to 0 or below; write a number above"
-            f" {samples // FEWEST_STEPS}",
+            f"{top.kl_horizon} is too small for {samples} samples per step; write more than {samples // FEWEST_STEPS}",
         )
 
 
@@ -269,9 +235,7 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
         if not (reward.query_filter or reward.response_filter):
             top.diag.note(
                 f"rewards.{reward.domain}",
-                f"teaches nothing, as policy loss {top.policy_loss} reads no advantages and no"
-                " filter selects samples by their reward; write response_filter_config (rejection sampling), or"
-                " another loss",
+                f"teaches nothing with policy loss {top.policy_loss}; write response_filter_config, or another loss",
             )
 
 
@@ -293,9 +257,7 @@ def check_signals(top: Top, roles: Sections, rewards: Sequence[RewardPlan]) -> N
     if roles.mode == "pure":
         diag = next((role.diag for role in teachers if role.opd_kl_coef is not None), top.diag)
         if teachers:
-            diag.error(
-                "opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; set opd_kl_coef above 0"
-            )
+            diag.error("opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; raise it")
         return
     compares = (top.use_kl_loss and top.kl_loss_coef) or (top.add_token_level_kl and top.init_kl_coef)
     rewarded = top.workflow or any(term.weight for reward in rewards for term in reward.terms)
@@ -303,8 +265,7 @@ def check_signals(top: Top, roles: Sections, rewards: Sequence[RewardPlan]) -> N
         also = " (as opd_kl_coef 0 removes the teachers' part)" if teachers else ""
         top.diag.error(
             f"rewards.{rewards[0].domain}.weight",
-            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one of the rewards a weight other"
-            " than 0",
+            f"0 removes the rewards' part of the loss{also}, {else_nothing}; write another weight",
         )
 
 
@@ -332,43 +293,19 @@ def _check_distillation(top: Top) -> None:
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:
-            top.diag.error(
-                "opd_use_policy_gradient",
-                "false uses the k1 estimate (the student's log-prob - the teacher's log-prob of the sampled token) as a"
-                " direct loss, whose gradient does not depend on the teacher; remove this key, or use opd_objective:"
-                " topk or full",
-            )
+            top.diag.error("opd_use_policy_gradient", "false gives a gradient that depends on no teacher; remove it")
         if top.opd_divergence != "reverse_kl":
-            top.diag.error(
-                "opd_divergence",
-                f"{top.opd_divergence} needs a sum over the vocabulary: sampled tokens estimate the reverse KL only;"
-                " use opd_objective: full or topk",
-            )
+            top.diag.error("opd_divergence", f"{top.opd_divergence} needs all ids; use opd_objective: full or topk")
         return
     if policy_gradient:
-        top.diag.error(
-            "opd_use_policy_gradient",
-            f"true uses the {objective} divergence as an advantage, which does not depend on the sampled token, so that"
-            " the expected gradient is 0; remove this key, or use opd_objective: sampled",
-        )
+        top.diag.error("opd_use_policy_gradient", f"true gives {objective} an expected gradient of 0; remove it")
     if "opd_advantage_fn" in top.written:
-        top.diag.error(
-            "opd_advantage_fn",
-            f"{top.opd_advantage_fn} computes advantages from the reverse KL, but opd_objective: {objective} has no"
-            " advantage from the teacher; remove this key, or use opd_objective: sampled",
-        )
+        top.diag.error("opd_advantage_fn", f"{top.opd_advantage_fn} has no effect with {objective}; remove it")
     if top.opd_kl_discount:
-        top.diag.error(
-            "opd_kl_discount",
-            f"{top.opd_kl_discount:g} adds the reverse KL of later tokens to a token's advantage, but"
-            f" opd_objective: {objective} has no advantage from the teacher; set opd_kl_discount to 0, or use"
-            " opd_objective: sampled",
-        )
+        top.diag.error("opd_kl_discount", f"{top.opd_kl_discount:g} has no effect with {objective}; write 0")
 
 
 def check_topk(top: Top, vocab_size: int) -> None:
     """Check that opd_topk is not larger than the smallest vocabulary of student and teachers."""
     if vocab_size and top.opd_objective == "topk" and top.opd_topk > vocab_size:
-        top.diag.error(
-            "opd_topk", f"{top.opd_topk} is more than the {vocab_size} token ids that student and teachers all have"
-        )
+        top.diag.error("opd_topk", f"{top.opd_topk} is more than the {vocab_size} token ids of all models; lower it")

@@ -59,27 +59,16 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
     if length is None and top.sequence_length is not None:
         length = top.sequence_length - top.prompt_length
         if length < 1:
-            top.diag.error(
-                "sequence_length",
-                f"{top.sequence_length} leaves no room after prompt_length {top.prompt_length}; raise it",
-            )
+            top.diag.error("sequence_length", f"{top.sequence_length} leaves no response after prompt_length; raise it")
             return None
     length = length or written
     if length is None:
         top.diag.error("response_length", "is missing; write response_length or sequence_length")
         return None
     if top.sequence_length is not None and top.prompt_length + length > top.sequence_length:
-        top.diag.error(
-            "sequence_length",
-            f"{top.sequence_length} is less than prompt_length {top.prompt_length} + response_length {length};"
-            " raise it or leave it out",
-        )
+        top.diag.error("sequence_length", f"{top.sequence_length} is less than prompt_length + {length}; raise it")
     if written is not None and written != length:
-        args.diag.warn(
-            "max_new_tokens",
-            f"{written} and the response length {length} differ; the smaller number applies (ROLL uses the response"
-            " length)",
-        )
+        args.diag.warn("max_new_tokens", f"{written} is not the response length {length}; the smaller one applies")
     return min(written or length, length)
 
 
@@ -101,11 +90,7 @@ def _held_out_length(top: Top) -> int | None:
         top.diag.error("val_sequence_length", f"{both} leaves no room after val_prompt_length {prompt}; raise it")
         return written
     if written not in (None, both - prompt):
-        args.diag.warn(
-            "max_new_tokens",
-            f"{written} has no effect with val_sequence_length; as in ROLL, val_sequence_length - val_prompt_length"
-            f" leaves {both - prompt} tokens for the answer",
-        )
+        args.diag.warn("max_new_tokens", f"{written} has no effect: val_sequence_length leaves {both - prompt}")
     return both - prompt
 
 
@@ -124,15 +109,10 @@ def _check_lengths(top: Top, roles: Sections, args: GeneratingArgs, response: in
         return
     key = f"{OPTIONS}.max_model_len"
     if length <= top.prompt_length:
-        text = (
-            f"{length} leaves no token for a response after a prompt of {top.prompt_length}; leave it out or raise it"
-        )
+        text = f"{length} leaves no token for a response after a prompt of {top.prompt_length}; raise it"
         infer.diag.error(key, text)
     elif length < needed:
-        text = (
-            f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: after a long prompt the response is"
-            " cut before its maximum length"
-        )
+        text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL"
         infer.diag.warn(key, text)
     if infer.info is not None and length > infer.info.max_positions:
         text = f"{length} is more than the model's {infer.info.max_positions} positions"
@@ -156,11 +136,7 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
         diag.error(key, f"{text}, which vLLM refuses; raise it, or remove {whole}")
     elif on_cpu and tokens < (least := max(longest, 0 if sequences else VLLM_MAX_SEQUENCES)):
         text = f"{tokens} is less than the {least} that an engine without a GPU needs"
-        diag.unsupported_here(
-            key,
-            f"{text} (for the longest sequence as a whole, and for one token of each sequence); raise or remove this"
-            " key",
-        )
+        diag.unsupported_here(key, f"{text} for the longest sequence, and one token of each; raise or remove this key")
 
 
 def check_positions(top: Run, roles: list[Worker], tokens: int, what: str, key: str) -> None:
@@ -233,24 +209,19 @@ def _mini_batch(top: Top, train: Worker, share: float = 0.0) -> int | None:
     if sequences > MAX_SEQUENCES:
         top.diag.error(
             "rollout_batch_size",
-            f"{top.rollout_batch_size} prompts x {n} responses are more than the {MAX_SEQUENCES:,} sequences that a"
-            " step can hold; lower one of the two numbers",
+            f"{sequences:,} sequences per step are more than {MAX_SEQUENCES:,}; lower it, or the responses per prompt",
         )
         return None
     given = demonstration_rows(mini, share)
     if share and not (abs(mini * share - given) <= SHARE_TOLERANCE and 0 < given < mini):
         top.diag.error(
             "expert_data_ratio",
-            f"{share:g} of a mini-batch of {mini} sequences {arithmetic} is {mini * share:g} demonstrations; change"
-            " the share or the mini-batch, so that this is a whole number between 0 and the mini-batch",
+            f"{share:g} of the mini-batch {mini} {arithmetic} is {mini * share:g} demonstrations,"
+            " not a whole number between 0 and the mini-batch; change one of them",
         )
         return None
     if top.makes_tasks and sequences % mini:
-        top.diag.note(
-            "rollout_batch_size",
-            f"{sequences} trajectories per step are not a multiple of the mini-batch of {mini}; the last update of a"
-            " step is smaller",
-        )
+        top.diag.note("rollout_batch_size", f"{sequences} is no multiple of mini-batch {mini}; one update is smaller")
         return min(mini, sequences)
     if sequences % (mini - given):
         left = f"the {mini - given} that {given} demonstrations leave in " if given else ""
@@ -275,11 +246,7 @@ def rows_per_step(top: Supervised, train: Worker) -> tuple[int, int]:
     update, arithmetic = _per_update(train.training_args, dp)
     rows = top.train_batch_size or update
     if rows % update:
-        top.diag.error(
-            "train_batch_size",
-            f"{rows} rows per step are not a multiple of the {update} rows of one update {arithmetic}; change one of"
-            " the two numbers, or remove train_batch_size",
-        )
+        top.diag.error("train_batch_size", f"{rows} is not a multiple of an update's {update} {arithmetic}; change it")
     return rows, update
 
 
@@ -361,10 +328,6 @@ def check_replay(sections: Sections, supervised: bool) -> None:
     written, returned = train.router_replay.mode, infer.router_replay.mode
     if written != returned:
         both = f"{train.path}.{ROUTER_REPLAY} is {written}, {infer.path}.{ROUTER_REPLAY} {returned}"
-        train.diag.error(
-            ROUTER_REPLAY, f"{both}: one role replays what the other role records; use the same mode in both roles"
-        )
+        train.diag.error(ROUTER_REPLAY, f"{both}; use the same mode in both, as one replays what the other records")
     elif written != "disable" and train.info and not train.info.experts:
-        train.diag.error(
-            ROUTER_REPLAY, f"{train.info.path.name} has no experts, so there is no routing to replay; use disable"
-        )
+        train.diag.error(ROUTER_REPLAY, f"{train.info.path.name} has no experts to replay; use disable")

@@ -57,15 +57,12 @@ def check_modules(lora: LoraPlan, model: ModelInfo, args: ModelArgs) -> None:
     wanted = {name for name in names if name.rpartition(".")[2] in lora.targets}
     found = read_adapter(Path(lora.path)).modules
     if other := sorted(found - wanted):
-        args.diag.error(
-            "adapter_name_or_path", f"{lora.path} has an adapter of {other[0]}, which {model.path.name} does not have"
-        )
+        args.diag.error("adapter_name_or_path", f"{lora.path} adapts {other[0]}, which {model.path.name} lacks")
     elif lacking := sorted(wanted - found):
         args.diag.unsupported(
             "adapter_name_or_path",
-            f"{lora.path} has adapters in {len(found)} of {len(wanted)} layers, none in {lacking[0]} (target_modules,"
-            " layers_to_transform or exclude_modules of its adapter_config.json); adapters of some layers are not"
-            " available",
+            f"{lora.path} has adapters in {len(found)} of {len(wanted)} layers, none in"
+            f" {lacking[0]}; adapters of some layers are not available",
         )
 
 

@@ -134,9 +134,7 @@ def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str,
     key, name = next(iter(named.items()), ("algorithm_type", row.policy_loss if row else None))
     given = dict(top.policy_loss_fn_args)
     if top.importance_sampling == "seq" and variant is not None and variant.is_of_role:
-        top.diag.warn(
-            "importance_sampling", "seq has no effect, because ROLL's ActorPGWorker also computes ratios per token"
-        )
+        top.diag.warn("importance_sampling", "seq has no effect, as ROLL's ActorPGWorker has ratios per token")
     elif top.importance_sampling == "seq":
         name = name or "ppo"
         given = {"ratio_type": "sequence", **given}
@@ -176,15 +174,11 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
     given = dict(top.advantage_fn_args)
     if top.advantage_fn is not None and roll not in (None, top.advantage_fn):
         other = f"adv_estimator: {roll}{top.diag.where('adv_estimator')}"
-        top.diag.error(
-            "advantage_fn", f"contradicts {other}; keep only one of these keys, or write adv_estimator=null as well"
-        )
+        top.diag.error("advantage_fn", f"contradicts {other}; keep only one, or write adv_estimator=null as well")
         return {}
     if name is None:
         if given:
-            top.diag.error(
-                "advantage_fn_args", "need an advantage function; write advantage_fn or algorithm_type as well"
-            )
+            top.diag.error("advantage_fn_args", "need an advantage; write advantage_fn or algorithm_type as well")
         if row is not None:
             return {"adv_estimator": "reinforce"}  # any estimator will do: the loss reads no advantages
         return {} if mode == "pure" else {"adv_estimator": "gae"}  # ROLL's default
@@ -316,10 +310,7 @@ def check_clip_range(top: Top) -> None:
     written = {key: value for key in ("pg_clip_low", "pg_clip_high") if (value := getattr(top, key)) is not None}
     if written and not _reads_clip_range(top) and set(written.values()) != {top.pg_clip}:
         shown = ", ".join(f"{key} {value:g}" for key, value in written.items())
-        top.diag.warn(
-            next(iter(written)),
-            f"without use_pg_clip_range: true, {shown} have no effect, as in ROLL; pg_clip {top.pg_clip:g} applies",
-        )
+        top.diag.warn(next(iter(written)), f"{shown} have no effect without use_pg_clip_range, as in ROLL")
 
 
 def has_norm_levels(advantage: str) -> bool:
@@ -341,9 +332,7 @@ def check_correction(top: Top, mode: str) -> None:
         if not weight.detach:
             weight.diag.unused("detach")  # log-probs from before the update have no gradient
         if weight.method == "tis" and weight.lower_bound is not None:
-            weight.diag.error(
-                "lower_bound", "truncated weights (tis) have no lower bound; remove this key, or write method: icepop"
-            )
+            weight.diag.error("lower_bound", "tis has no lower bound; remove this key, or write method: icepop")
         _check_order(weight, *_bounds(weight))
     for section in (weight, *correction.filters):
         if section.written and "enabled" not in section.written:
@@ -357,16 +346,11 @@ def check_correction(top: Top, mode: str) -> None:
     if mode == "pure" and top.opd_objective != "sampled":
         nothing = f"opd_objective: {top.opd_objective} in pure distillation has no policy loss"
         if weight.enabled:
-            correction.diag.error(
-                "is_weight", f"{nothing}, but these weights multiply only the policy loss; use filters instead"
-            )
+            correction.diag.error("is_weight", f"{nothing}, which is_weight multiplies; use filters instead")
         if correction.negatives_delta is not None:
             correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters instead")
     elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:
-        correction.diag.error(
-            "negatives_delta",
-            f"policy loss {top.policy_loss} reads no advantages, so this key has no effect; use filters",
-        )
+        correction.diag.error("negatives_delta", f"policy loss {top.policy_loss} reads no advantages; use filters")
 
 
 def engine_check_plan(
@@ -383,12 +367,7 @@ def engine_check_plan(
         if not top.engine_check:
             diag.error(key, f"{value} may change the distribution of samples; set engine_check: true to test them")
         elif name in ROUNDING_OPTIONS and not is_corrected:
-            diag.note(
-                key,
-                f"{value} samples from rounded weights, whose log-probs differ from the student's; switch"
-                " train_infer_correction on (is_weight or filters), as engine_check ends a run in which they differ"
-                " without a correction",
-            )
+            diag.note(key, f"{value} rounds weights, so engine_check ends the run; switch train_infer_correction on")
         else:
             diag.note(key, f"{value} may change the distribution of samples; engine_check tests them in each step")
     return EngineCheckPlan(SamplingKeys(**shared(SamplingKeys, sampling)), is_corrected) if top.engine_check else None

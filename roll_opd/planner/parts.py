@@ -99,11 +99,7 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     if args.warmup_steps and args.warmup_ratio:
-        args.diag.error(
-            "warmup_ratio",
-            f"{args.warmup_ratio:g} and warmup_steps {args.warmup_steps} both set the length of the warm-up; remove one"
-            " of the two keys",
-        )
+        args.diag.error("warmup_ratio", f"{args.warmup_ratio:g} and warmup_steps set the same length; remove one")
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
     if not peak:
         args.diag.warn("learning_rate", "0 changes no weights, so the run only measures")
@@ -113,13 +109,9 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
         if rate > peak:
             kwargs.diag.error(name, f"{rate:g} is above {peak:g}, the rate after the warm-up; lower it")
     if kwargs.lr_decay_steps is not None and kwargs.lr_decay_steps <= warmup:
-        kwargs.diag.error(
-            "lr_decay_steps", f"{kwargs.lr_decay_steps} is not more than the {warmup} updates of the warm-up; raise it"
-        )
+        kwargs.diag.error("lr_decay_steps", f"{kwargs.lr_decay_steps} does not exceed the warm-up, {warmup}; raise it")
     if style == "WSD" and kwargs.wsd_decay_steps is None:
-        kwargs.diag.error(
-            "wsd_decay_steps", f"is missing; {args.lr_scheduler_type} needs the number of updates in its decay"
-        )
+        kwargs.diag.error("wsd_decay_steps", f"is missing; {args.lr_scheduler_type} needs this number of updates")
     return {
         "learning_rate": peak,
         "lr_scheduler_type": style,

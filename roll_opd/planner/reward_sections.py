@@ -69,8 +69,7 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
         reward.diag.unsupported(
             "judge_model_type",
-            f"{SHARED_JUDGE!r} uses the engine of section reward_model, which only one reward can use here; write"
-            f" {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
+            f"{SHARED_JUDGE!r}: only one reward can use reward_model; write {LOCAL_JUDGE}, with its engine here",
         )
         args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
         reward = changed(reward, {"args": args})
@@ -86,18 +85,11 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     for name, section in reward.terms.items():
         term = _term(section, name, name)
         if term.args.get("judge_model_type") == LOCAL_JUDGE:
-            section.diag.error(
-                "judge_model_type",
-                "a term cannot have engines; make the judge the domain's reward, and the other rewards its terms",
-            )
+            section.diag.error("judge_model_type", "a term cannot have engines; make the judge the domain's reward")
         found.append((section, term))
     for section, term in found if len(problems) == before else ():
         if term.worker.startswith("roll."):
-            section.diag.unsupported(
-                "",
-                f"the reward worker {term.worker!r} is not available yet; use {', '.join(REWARDS.builtin)}, or the"
-                " dotted path of a class of your own",
-            )
+            section.diag.unsupported("", f"{term.worker!r} is not available; use {', '.join(REWARDS.builtin)}")
             continue
         try:  # a user's class is only instantiated when the run starts
             check(term.worker, dict(term.args))
@@ -181,14 +173,12 @@ def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan
     if response and response.type == "std_filter":
         reward.diag.error(
             "response_filter_config.type",
-            "std_filter accepts no response here, because the deviation of a single reward is 0; use mean_filter, or"
-            " write std_filter in query_filter_config",
+            "std_filter accepts no single response; use mean_filter, or std_filter in query_filter_config",
         )
     if query and query.type == "std_filter" and responses == 1:
         reward.diag.error(
             "query_filter_config.type",
-            "std_filter accepts no prompt with one response, because the deviation of a single reward is 0; set"
-            " num_return_sequences_in_group to 2 or more, or use mean_filter",
+            "std_filter accepts no single response; set num_return_sequences_in_group to 2 or more, or use mean_filter",
         )
 
 
@@ -208,7 +198,6 @@ def _filter(section: Filter) -> FilterPlan | None:
     up, down = written.get("threshold_up"), written.get("threshold_down")
     if section.type == "mean_filter" and up is not None and down is not None and up <= down:
         section.diag.error(
-            "filter_args.threshold_up",
-            f"{up:g} is not above threshold_down {down:g}, so that no sample would be left; raise it",
+            "filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}, which leaves no sample; raise it"
         )
     return FilterPlan(section.type, FrozenDict(written))

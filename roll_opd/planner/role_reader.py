@@ -124,11 +124,7 @@ class RoleReader:
             with worker.diag.catching(MODEL, ModelFilesError):
                 info = read_model(find_model(model))
                 if not has_tokenizer(info.path):
-                    worker.diag.error(
-                        MODEL,
-                        f"{info.path} has no tokenizer.json; give the directory of the teacher's tokenizer, or"
-                        " remove this key",
-                    )
+                    worker.diag.error(MODEL, f"{info.path} has no tokenizer.json; give another, or remove it")
         if needs_model:
             self._check_weights(worker, info)
         return changed(worker, {"info": info})
@@ -160,11 +156,7 @@ class RoleReader:
                 missing = f"write a reference section, or set {compares}: false to run without one"
                 top.diag.error(compares, f"true needs a reference policy; {missing}")
             if needs_values and CRITIC not in written:
-                top.diag.error(
-                    "adv_estimator",
-                    "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
-                    " device_mapping), or use grpo or reinforce",
-                )
+                top.diag.error("adv_estimator", "gae (ROLL's default) needs a critic; write a critic, or use grpo")
         if reference := self._used(
             REFERENCE, bool(compares), "use_kl_loss and add_token_level_kl need a reference policy"
         ):
@@ -303,20 +295,14 @@ class RoleReader:
                     never.setdefault(key, []).append(args.diag.at(key))
             requested = lora_keys.adapter_key(args)
             if requested is None and args.lora_alpha and args.lora_rank is None:
-                args.diag.note(
-                    "lora_alpha",
-                    "has no effect without lora_rank or lora_target; set lora_rank for LoRA, or remove lora_alpha",
-                )
+                args.diag.note("lora_alpha", "has no effect without lora_rank or lora_target; remove it")
             if requested is None or (student and args is student.model_args):
                 continue
             if infer and student and student.lora and args is infer.model_args:
                 # the rollout has the student's adapter
                 args.diag.unused(*(key for key in lora_keys.KEYS if getattr(args, key)))
             else:
-                text = (
-                    "only the student has an adapter; remove the key, or give a model whose weights already contain the"
-                    " adapter"
-                )
+                text = "only the student has an adapter; remove it, or give a model with merged weights"
                 args.diag.error(requested, text)
         for found in never.values():
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
@@ -358,9 +344,7 @@ class RoleReader:
             }
             for what in [what for what, absent in lacking.items() if absent]:
                 put = "add the files of the model's release" if "token" in what else "add the weights"
-                worker.diag.unsupported_here(
-                    MODEL, f"{info.path} has no {what}, so the run can be planned but not started; {put}"
-                )
+                worker.diag.unsupported_here(MODEL, f"{info.path} has no {what}; {put}")
         self._models[model] = info
         return info
 

@@ -163,9 +163,7 @@ def _check_rewards(top: Top, sections: Sections, rewards: tuple[RewardPlan, ...]
     check_objective.check_rewards(top, rewards)
     if not (sections.rewards or top.workflow):
         switch = "use_opd: true" if sections.mode == "mixed" else "a run without a teacher"
-        top.diag.error(
-            "rewards", f"is missing; {switch} needs at least one reward; write for example rewards.math_rule"
-        )
+        top.diag.error("rewards", f"is missing; {switch} needs a reward; write for example rewards.math_rule")
 
 
 def _tasks(top: Top, sections: Sections) -> tuple[DataPlan, None]:
@@ -217,17 +215,12 @@ def _demonstrations(top: Top) -> DataPlan | None:
         if share:
             top.diag.error(
                 "demonstrations",
-                f"is missing; policy loss {top.policy_loss} trains on demonstrations (rows with answers), which are the"
-                f" fraction {share:g} (expert_data_ratio) of each batch; write demonstrations.data_args.file_name",
+                f"is missing; policy loss {top.policy_loss} trains on {share:g} of them; write data_args.file_name",
             )
         return None
     if not share:
         if loss_facts(top.policy_loss).needs != "demonstrations":  # a wrong share is reported elsewhere
-            top.diag.error(
-                "demonstrations",
-                f"is written, but policy loss {top.policy_loss} does not use it; use algorithm_type mix or"
-                " mix_chord, or remove the section",
-            )
+            top.diag.error("demonstrations", f"policy loss {top.policy_loss} does not use it; write mix, or remove it")
         return None
     if top.makes_tasks:
         text = f"is available for answers to prompts, but not yet for trajectories{top.tasks_in}; remove this section"

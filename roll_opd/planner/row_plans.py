@@ -168,27 +168,19 @@ def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) ->
     tags, complete = first_tags(data)
     streams: list[StreamPlan] = []
     weights = _weights(args, key, _with_rest(args, shares))
-    for (name, share), weight in zip(shares.items(), weights, strict=True):
+    for name, weight in zip(shares, weights, strict=True):
         if name not in domains and name not in tags and complete:
             known = sorted({*domains, *tags})
             near = nearest(name, known)
             hint = f"; did you mean {near!r}?" if near else "; write an existing one."
-            args.diag.error(
-                f"{key}.{name}",
-                f"{share:g} is given to {name!r}, which is neither a domain of rewards nor a tag of the data{hint}"
-                f" Known: {', '.join(known)}",
-            )
+            args.diag.error(f"{key}.{name}", f"{name!r} is neither a reward nor a tag{hint} Known: {', '.join(known)}")
             continue
         stream = StreamPlan(name, weight, domains.get(name, (name,)))
         for other in streams:
             if (both := shared_tags(stream.tags, other.tags)) is not None:
                 args.diag.error(f"{key}.{name}", f"{both} also belongs to {other.name!r}; a row has only one domain")
         if weight and complete and stream.tags is not None and not tags.intersection(stream.tags):
-            args.diag.note(
-                f"{key}.{name}",
-                f"no row of the data has one of the domain's tags ({', '.join(stream.tags)}); a run with this data"
-                " will be refused",
-            )
+            args.diag.note(f"{key}.{name}", f"no row has one of its tags ({', '.join(stream.tags)}); a run is refused")
         streams.append(stream)
     return tuple(streams)
 
@@ -199,9 +191,7 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
     if len(weights) == 1:
         return ()
     if len(weights) != len(names):
-        args.diag.error(
-            key, f"{len(weights)} probabilities for {len(names)} entries of file_name; write one probability per entry"
-        )
+        args.diag.error(key, f"{len(weights)} probabilities for {len(names)} entries of file_name; write one per entry")
         return ()
     streams: list[StreamPlan] = []
     short = [Path(name).name for name in names]
@@ -226,8 +216,7 @@ def _with_rest(args: DataArgs, shares: Mapping[str, float]) -> list[float]:
     left = 1 - sum(shares[name] for name in others)
     args.diag.note(
         "domain_interleave_probs",
-        f"the shares sum to {total:g}; as in ROLL, the last domain gets the remainder: {last} gets {left:g} instead of"
-        f" {shares[last]:g}",
+        f"the shares sum to {total:g}; as in ROLL, {last} gets the remainder: {left:g} instead of {shares[last]:g}",
     )
     return [*(shares[name] for name in others), left]
 
@@ -267,9 +256,7 @@ def check_tags(
     all_tags = _tags(data)
     train_tags = {tag for tag in all_tags if data and data.draws(tag)}
     if never := sorted(all_tags - train_tags):
-        diag.add_warning(
-            f"rows with tag {', '.join(never)} are never drawn: no domain in domain_interleave_probs contains them"
-        )
+        diag.add_warning(f"rows with tag {', '.join(never)} are never drawn: domain_interleave_probs lacks them")
     validation_tags = _tags(validation)
     present = all_tags | validation_tags
     unscored = {tag for tag in present if rewards and not any(reward.accepts(tag) for reward in rewards)}
@@ -353,8 +340,7 @@ def absent_columns(plan: RunPlan) -> Mapping[str, Sequence[str]]:
             if absent := _absent(data, frozenset(wanted.values())):
                 first = {name for file in data.files for name in _first_columns(file)}
                 problems[key] = [
-                    f"{key}.{name}: no row has the column {column!r}; name one of {', '.join(sorted(first))}, or remove"
-                    " the key"
+                    f"{key}.{name}: no row has column {column!r}; name one of {', '.join(sorted(first))}, or remove it"
                     for name, column in wanted.items()
                     if column in absent
                 ]
@@ -383,7 +369,4 @@ def plain_prompts(plan: RunPlan, rows: Rows) -> str:
     plain = [key for key, some in rows.items() if any(isinstance(row, Row) and row.prompt is not None for row in some)]
     if not plain:
         return ""
-    return (
-        f"{' and '.join(plain)}: prompts that are plain texts are read without the student's chat template; write them"
-        " as messages to use it"
-    )
+    return f"{' and '.join(plain)}: prompts that are plain texts are read without chat template; write them as messages"

@@ -219,11 +219,7 @@ def _layout(
     one_copy = tp * sizes.get("pp", 1) * sizes.get("cp", 1)
     if len(devices) % one_copy:
         shape = " x ".join(f"{name} {sizes[name]}" for name in ("tp", "pp", "cp") if sizes.get(name, 1) > 1)
-        worker.diag.error(
-            "device_mapping",
-            f"{len(devices)} devices cannot hold whole copies of a model, because one copy needs {one_copy} devices"
-            f" ({shape}); give a multiple of {one_copy} devices",
-        )
+        worker.diag.error("device_mapping", f"{len(devices)} devices hold no whole copies of {shape}; add some")
         return None
     return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
@@ -250,14 +246,10 @@ def read_vllm(worker: Worker, strict: bool, student: Worker | None = None, *, ev
             return {}
     for key in ("pipeline_parallel_size", "data_parallel_size"):
         if given.pop(key, 1) != 1:
-            diag.error(
-                key, "only 1 is possible here; set tensor_parallel_size to spread an engine over several devices"
-            )
+            diag.error(key, "only 1 is possible here; set tensor_parallel_size to spread an engine over devices")
     if devices is not None and len(devices) % tp:
         worker.diag.error(
-            "device_mapping",
-            f"{len(devices)} devices cannot be divided into engines of tensor_parallel_size {tp}; give a multiple of"
-            f" {tp} devices",
+            "device_mapping", f"{len(devices)} devices are no multiple of tensor_parallel_size {tp}; add some"
         )
         devices = None
     args = {key: value for key, value in given.items() if _counts("vLLM", key, value, diag)}

@@ -104,11 +104,7 @@ def _objective(top: Supervised) -> ObjectivePlan:
     if kl_loss_coef is None:  # the KL loss is in the table of Trinity-RFT's algorithms; ROLL's DPO has no KL loss
         kl_loss_coef = KL_LOSS_COEF if top.algorithm_type and row.kl_loss and top.has_reference else 0.0
     if own and top.loss_agg_mode not in (None, own):
-        top.diag.error(
-            "loss_agg_mode",
-            f"policy loss {row.policy_loss} gives one value per pair, and {top.loss_agg_mode} would weight pairs by"
-            f" their length; use {own}",
-        )
+        top.diag.error("loss_agg_mode", f"{top.loss_agg_mode} would weight pairs by their length; use {own}")
     return replace(
         objective,
         policy_loss=loss,
@@ -135,9 +131,7 @@ def _steps(top: Supervised, train: Worker, data: DataPlan | None, rows: int) -> 
             found = count_rows(data)
             if steps := whole_steps(epochs, found, rows):
                 return steps, epochs
-            args.diag.error(
-                key, f"{epochs:g} epochs of {found} rows are less than one step of {rows} rows; write max_steps"
-            )
+            args.diag.error(key, f"{epochs:g} epochs of {found} rows are less than a step of {rows}; write max_steps")
     return 1, None
 
 
@@ -210,11 +204,7 @@ def _distillation(top: OfflineDistill, train: Worker, facts: FileFacts) -> Objec
         top.diag.error("opd_topk", f"{top.opd_topk} is more than the {facts.topk} tokens in the files; lower it")
     student = train.info.vocab if train.info else 0
     if facts.vocab_size and student and facts.vocab_size > student:
-        top.teacher.diag.note(
-            "files",
-            f"the log-probs of the files are normalised over {facts.vocab_size} token ids, but the student has"
-            f" {student}; score with --vocab-size {student}",
-        )
+        top.teacher.diag.note("files", f"are over {facts.vocab_size} token ids; score with --vocab-size {student}")
     return ObjectivePlan(
         **common,
         policy_loss=POLICY_LOSSES.located("sft"),

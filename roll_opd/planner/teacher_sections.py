@@ -90,22 +90,15 @@ def _check_aligned(role: Worker, top: Top) -> None:
     if top.opd_objective != "sampled":
         top.diag.error(
             "opd_objective",
-            f"{top.opd_objective} compares distributions over token ids, but {role.path} has a different tokenizer"
-            " than the student; use opd_objective: sampled, or a teacher with the student's tokenizer",
+            f"{top.opd_objective} compares token ids, but {role.path} has a different tokenizer; use sampled",
         )
     keys = http_keys(role)
     if keys and keys.server == "openai" and top.opd_chunk_credit == "prefix":
-        top.diag.error(
-            "opd_chunk_credit",
-            f"prefix needs token ids in the teacher's top-k, but {role.path} returns texts (server: openai); set"
-            " opd_chunk_credit: whole, or use another server",
-        )
+        top.diag.error("opd_chunk_credit", f"prefix needs token ids, but {role.path} returns texts; write whole")
     if top.opd_kl_discount and top.opd_chunk_credit != "prefix":
         top.diag.error(
             "opd_kl_discount",
-            f"{top.opd_kl_discount:g} adds the reverse KL of later tokens to a token, but {role.path} has other tokens"
-            f" than the student, and opd_chunk_credit: {top.opd_chunk_credit} gives a chunk's reverse KL to all tokens"
-            " of the chunk; set opd_kl_discount to 0, or use opd_chunk_credit: prefix",
+            f"{top.opd_kl_discount:g} needs {role.path}'s KL per token; write 0, or opd_chunk_credit: prefix",
         )
 
 
@@ -116,11 +109,7 @@ def _check_context(role: TeacherWorker, response: int) -> None:
         return
     for what, limit in _limits(role).items():
         if role.prompt_length + response > limit:
-            role.diag.error(
-                "prompt_length",
-                f"a prompt of {role.prompt_length} and a response of {response} tokens are more than {what}"
-                f" ({limit}); lower prompt_length",
-            )
+            role.diag.error("prompt_length", f"{role.prompt_length} + {response} exceed {what} ({limit}); lower it")
 
 
 def _limits(role: Worker) -> dict[str, int]:
@@ -143,23 +132,19 @@ def _check_follower(role: TeacherWorker, roles: Sections, top: Top) -> None:
     follow = role.follows_student
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
         role.diag.error(
-            "follows_student",
-            f"the teacher starts with the student's weights, but {role.info.path} has different weights;"
-            " remove model_args.model_name_or_path from the teacher's section",
+            "follows_student", f"{role.info.path} has other weights than the student; remove model_name_or_path"
         )
     if role.has_context:
         return
     if follow.update_interval == 1 and not follow.ema_decay:
         role.diag.error(
             "follows_student",
-            "the teacher is the student with the same context, so every reverse KL is 0; give the teacher a hint or a"
-            " system_prompt, or set ema_decay",
+            "every reverse KL to the student itself is 0; give the teacher a hint or a system_prompt, or set ema_decay",
         )
     elif roles.mode == "pure" and not top.allow_self_teacher:
         role.diag.error(
             "follows_student",
-            "the teacher is an older state of the student with the same context, so it knows no more than the student;"
-            " give the teacher a hint or a system_prompt, or set allow_self_teacher: true",
+            "an older student knows no more; give it a hint or a system_prompt, or set allow_self_teacher: true",
         )
 
 
@@ -193,11 +178,7 @@ def check_http_teachers(roles: Sections, top: Top) -> None:
         if keys.server == "tinker" and not keys.model_name:
             keys.diag.error("model_name", "is missing; write the name of a base model, or a path tinker://...")
         if temperature != 1:
-            role.diag.error(
-                SERVER,
-                f"{AT_ONE[keys.server]}, but the student samples at {temperature:g}; set generating_args.temperature:"
-                " 1.0",
-            )
+            role.diag.error(SERVER, f"{AT_ONE[keys.server]}, the student's at {temperature:g}; set temperature: 1.0")
         _check_targets(role, keys, top)
 
 
@@ -207,9 +188,7 @@ def _check_addresses(keys: HttpKeys) -> None:
     for url in keys.url:
         fault = address_fault(url)
         if url.startswith("tinker:"):
-            keys.diag.error(
-                "url", f"is a path of weights; write it in model_name, with server: tinker and url: {TINKER_URL}"
-            )
+            keys.diag.error("url", f"is a path of weights; write it in model_name, server: tinker, url: {TINKER_URL}")
         elif fault:
             keys.diag.error("url", fault)
         elif (parts := urlsplit(url)).username or parts.password or parts.query:
@@ -221,13 +200,6 @@ def _check_addresses(keys: HttpKeys) -> None:
 def _check_targets(role: Worker, keys: HttpKeys, top: Top) -> None:
     """Refuse an objective with targets that the server cannot compute."""
     if top.opd_objective == "full":
-        role.diag.error(
-            SERVER,
-            "opd_objective: full needs the teacher's hidden states, which no server returns; use topk, or sampled",
-        )
+        role.diag.error(SERVER, "opd_objective: full needs hidden states, which no server has; use topk or sampled")
     elif top.opd_objective == "topk" and keys.server == "openai":
-        role.diag.error(
-            SERVER,
-            "completions with echo return the top-k as texts, without token ids; use opd_objective: sampled, or"
-            " another server",
-        )
+        role.diag.error(SERVER, "completions with echo have no token ids; use opd_objective: sampled or another server")

@@ -45,8 +45,8 @@ def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
     elif len(taking) > 1:
         diag.error(
             "",
-            f"with several trackers, this key maps the name of each tracker to its arguments, such as {taking[0]}:"
-            f" {{...}}; {', '.join(map(repr, kwargs))} could belong to any of {', '.join(taking)}",
+            f"with several trackers, each has a section, such as {taking[0]}: {{...}}; {', '.join(map(repr, kwargs))}"
+            f" could belong to any of {', '.join(taking)}",
         )
     elif taking:
         found[taking[0]] = _checked(taking[0], kwargs, diag)
@@ -64,9 +64,7 @@ def _check_name(top: Run, name: str) -> bool:
     if not _is_name(name):
         reason = "is not available here" if name in TRACKERS_OF_ROLL else "is not a known tracker"
         known = ", ".join((*TRACKERS.builtin, *TRACKERS.elsewhere))
-        top.diag.error(
-            "track_with", f"{name!r} {reason}; use one or more of {known}, or the dotted path of your own class"
-        )
+        top.diag.error("track_with", f"{name!r} {reason}; use one or more of {known}, or a dotted path")
     return _is_name(name)
 
 

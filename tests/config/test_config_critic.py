@@ -72,7 +72,7 @@ def test_without_devices_it_takes_turns_with_the_student(ppo: dict[str, Any], pl
 
 def test_gae_needs_a_critic(ppo: dict[str, Any], problems: Problems) -> None:
     (found,) = problems({"critic": ...}, pure=False)
-    assert found.startswith("adv_estimator: gae (ROLL's default) needs a critic; write a critic section")
+    assert found.startswith("adv_estimator: gae (ROLL's default) needs a critic; write a critic")
 
 
 @pytest.mark.parametrize("pure", [False, True])
@@ -96,13 +96,13 @@ def test_unused_critic_is_not_loaded(ppo: dict[str, Any], plan: Plan, root: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"critic_warmup": 10}, "critic_warmup: 10 steps that train only the critic leave no step of max_steps 10"),
+        ({"critic_warmup": 10}, "critic_warmup: 10 steps leave none of max_steps 10"),
         (
             {"critic.training_args.per_device_train_batch_size": 3},
             "16 sequences per step are not a multiple of critic's mini-batch of 6",
         ),
         ({"critic.strategy_args.strategy_config.pipeline_model_parallel_size": 2}, "critic.device_mapping: 2 devices"),
-        ({"critic.device_mapping": "[1,2]"}, "share only"),
+        ({"critic.device_mapping": "[1,2]"}, "are not equal, nested or disjoint"),
         ({"critic.strategy_args.strategy_name": "vllm"}, "critic.strategy_args.strategy_name: 'vllm' cannot do"),
         ({"critic.training_args.learning_rat": 1}, "critic.training_args.learning_rat: unknown key"),
         ({"value_clip": 0}, "value_clip: should be greater than 0"),

@@ -86,7 +86,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
     [
         (
             {"demonstrations": ...},
-            "demonstrations: is missing; policy loss mix trains on demonstrations (rows with answers)",
+            "demonstrations: is missing; policy loss mix trains on 0.5 of them",
         ),
         ({"demonstrations": {}}, "demonstrations.data_args.file_name: is missing"),
         (
@@ -94,7 +94,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
             "demonstrations.data_args.file_name: no file 'nowhere.jsonl'",
         ),
         ({"demonstrations.data_arg": {}}, "demonstrations.data_arg: unknown key; did you mean 'data_args'?"),
-        ({"algorithm_type": "grpo"}, "demonstrations: is written, but policy loss ppo does not use it"),
+        ({"algorithm_type": "grpo"}, "demonstrations: policy loss ppo does not use it"),
         ({"algorithm_type": "grpo", "expert_data_ratio": 0.5}, "policy loss ppo would treat demonstrations as"),
         (
             {"expert_data_ratio": 0},
@@ -107,7 +107,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
         ({"expert_data_ratio": 1.5}, "expert_data_ratio: should be less than or equal to 1"),
         (
             {"expert_data_ratio": 0.3},
-            "expert_data_ratio: 0.3 of a mini-batch of 16 sequences (per_device_train_batch_size 4 x"
+            "expert_data_ratio: 0.3 of the mini-batch 16 (per_device_train_batch_size 4 x"
             " gradient_accumulation_steps 2 x data-parallel size 2) is 4.8 demonstrations",
         ),
         (

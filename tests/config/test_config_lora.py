@@ -98,7 +98,7 @@ def test_an_adapter_to_begin_with_says_what_it_is(root: Path, plan: Plan) -> Non
         ({"rank_pattern": {"q_proj": 2}}, {}, "has rank_pattern={'q_proj': 2}; only plain LoRA"),
         ({"modules": ["lm_head"]}, {}, "has an adapter of lm_head; only linear layers can have adapters"),
         ({"modules": MODULES[:4]}, {}, "has adapters in 4 of 8 layers, none in model.layers.2.self_attn.o_proj"),
-        ({"modules": [*MODULES, "model.layers.9.mlp.up_proj"]}, {}, "adapter of model.layers.9.mlp.up_proj"),
+        ({"modules": [*MODULES, "model.layers.9.mlp.up_proj"]}, {}, "adapts model.layers.9.mlp.up_proj"),
         ({"tensors": ["base_model.model.lm_head.weight"]}, {}, "has base_model.model.lm_head.weight, which is no"),
         ({"tensors": [tensor_name("model.norm", "A")]}, {}, "lacks base_model.model.model.norm.lora_B.weight"),
         ({"r": None}, {}, "lacks r or lora_alpha"),

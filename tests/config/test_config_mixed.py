@@ -231,7 +231,7 @@ def test_the_spread_of_one_reward(mixed: dict[str, Any], plan: Plan, problems: P
     mixed["num_return_sequences_in_group"] = 1
     mixed["actor_train"]["training_args"]["gradient_accumulation_steps"] = 1
     (warning,) = plan(pure=False).warnings
-    assert "grpo has no baseline with one response per prompt" in warning
+    assert "grpo has no baseline with one response" in warning
     assert plan({"adv_estimator": "reinforce"}, pure=False).warnings == ()
     spread = {"type": "std_filter", "filter_args": {"std_threshold": 0.05}}
     mixed["rewards"]["math_rule"]["query_filter_config"] = spread
@@ -259,10 +259,10 @@ WEIGHTS = {"is_weight": {"enabled": True}}
 def test_stale_rewards_need_a_named_correction(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     """Otherwise their importance ratio would be 1 without a warning."""
     (found,) = problems({"async_generation_ratio": 1}, pure=False)
-    assert found.startswith("async_generation_ratio: 1 trains the reward's part on samples of older weights")
+    assert found.startswith("async_generation_ratio: 1 trains rewards on stale samples")
     assert "write train_infer_correction: {is_weight: {enabled: true}}" in found
     (found,) = problems({"async_generation_ratio": 1, "train_infer_correction": {"negatives_delta": 0.1}}, pure=False)
-    assert "without a correction, the importance ratio" in found
+    assert "stale samples" in found
     run = plan({"async_generation_ratio": 2.0, "train_infer_correction": WEIGHTS}, pure=False)
     assert run.objective.max_age == 2 and run.objective.recompute_old_logprobs
     assert run.rollout.on_weight_update == "continue"
@@ -277,14 +277,14 @@ def test_other_treatments_of_running_answers_are_refused(problems: Problems, mod
 def test_deterministic_updates_wait_for_running_answers(mixed: dict[str, Any], problems: Problems) -> None:
     changes = {"async_generation_ratio": 1, "train_infer_correction": WEIGHTS, "deterministic": True}
     (found,) = problems({**changes, "on_weight_update": "continue"}, pure=False)
-    assert found.startswith("on_weight_update: with continue, the weights with which a token is sampled depend on ")
+    assert found.startswith("on_weight_update: continue makes samples depend on timing")
 
 
 def test_generation_ahead_needs_separate_devices(mixed: dict[str, Any], problems: Problems) -> None:
     mixed["is_offload_states"] = True
     mixed["actor_infer"]["device_mapping"] = mixed["actor_train"]["device_mapping"]
     (found,) = problems({"async_generation_ratio": 1, "train_infer_correction": WEIGHTS}, pure=False)
-    assert found.startswith("async_generation_ratio: 1 lets generation and training run at the same time")
+    assert found.startswith("async_generation_ratio: 1: actor_infer and actor_train cannot take turns")
     assert "give the engines separate devices, or set async_generation_ratio to 0" in found
 
 
@@ -323,7 +323,7 @@ def test_the_bound_is_a_whole_number(plan: Plan, problems: Problems) -> None:
 def test_a_depth_is_within_the_bound(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     changes = {"async_generation_ratio": 1, "async_depth": 2, "train_infer_correction": WEIGHTS}
     (found,) = problems(changes, pure=False)
-    assert found.startswith("async_depth: 2 batches ahead are more than async_generation_ratio 1")
+    assert found.startswith("async_depth: 2 is more than async_generation_ratio 1")
     (warning,) = (text for text in plan({"async_generation_ratio": 0}, pure=False).warnings if "async" in text)
     assert "async_depth" in warning
 
@@ -349,7 +349,7 @@ def test_a_depth_is_within_the_bound(mixed: dict[str, Any], plan: Plan, problems
         ({"actor_train.worker_cls": "my.Worker"}, "my.Worker is not a class of ROLL"),
         (
             {"rewards.math_rule.worker_cls": "roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker"},
-            "the reward worker 'roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker' is not available yet",
+            "'roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker' is not available",
         ),
         ({"actor_train.model_args.freeze_module_prefix": "vision"}, "freeze_module_prefix: is not available yet"),
     ],
@@ -366,10 +366,10 @@ def test_planned_but_not_available_yet(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' is set by pure distillation"),
+        ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' takes no rewards"),
         (
             {"adv_estimator": "gigpo"},
-            "adv_estimator: gigpo compares actions from the same state of an environment, but",
+            "adv_estimator: gigpo compares actions from the same state, but",
         ),
         ({"adv_estimator": "grpoo"}, "adv_estimator: should be 'agentic_reinforce', 'asymre',"),
         ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),

@@ -223,10 +223,10 @@ def test_routes_are_returned_and_replayed(plan: Plan, root: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (REPLAY, "student has no experts, so there is no routing"),
+        (REPLAY, "student has no experts to replay"),
         (
             {"student_train.router_replay.mode": "R3"},
-            "is R3, student_infer.router_replay.mode disable: one role replays",
+            "is R3, student_infer.router_replay.mode disable; use",
         ),
         ({"teacher.router_replay.mode": "R3"}, "only a student that samples has recorded routes"),
         ({"student_train.router_replay.mode": "R2"}, "student_train.router_replay.mode"),
@@ -295,7 +295,7 @@ def test_an_engine_may_cut_sequences(plan: Plan) -> None:
     run = plan({key: 79})
     assert run.rollout.max_model_len == 79
     [warning] = run.warnings
-    assert warning.startswith(f"{key}: cuts sequences of up to 80 tokens at 79, as in ROLL: after a long prompt")
+    assert warning.startswith(f"{key}: cuts sequences of up to 80 tokens at 79, as in ROLL")
 
 
 def test_mode_follows_the_entry_and_the_configuration(plan: Plan, values: dict[str, Any]) -> None:

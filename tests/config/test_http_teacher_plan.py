@@ -40,7 +40,7 @@ def test_the_directory_of_a_teachers_tokenizer_needs_no_weights(tmp_path: Path) 
         ("openai", ["++student_infer.generating_args.temperature=0.7"], "at temperature 1"),
         ("sglang", ["++student_infer.generating_args.temperature=0.7"], "at temperature 1"),
         ("sglang", ["++opd_objective=full"], "hidden states"),
-        ("openai", ["++opd_objective=topk"], "without token ids"),
+        ("openai", ["++opd_objective=topk"], "no token ids"),
         ("vllm", ["+teacher.follows_student={}"], "does not get the student's weights"),
     ],
 )
@@ -52,7 +52,7 @@ def test_what_a_server_cannot_compute_is_refused_with_the_reason(
 
 
 def test_a_path_of_tinkers_weights_is_a_model_and_no_address() -> None:
-    with pytest.raises(ConfigError, match="write it in model_name, with server: tinker"):
+    with pytest.raises(ConfigError, match="write it in model_name, server: tinker"):
         planned(url="tinker://run/sampler_weights/final")
     with pytest.raises(ConfigError, match="base model, or a path tinker://"):
         planned(server="tinker")

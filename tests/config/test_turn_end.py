@@ -121,7 +121,7 @@ NEWLINE = "{% for m in messages %}{{ m.role + m.content + '\n' }}{% endfor %}"
 
 def test_an_end_that_is_no_stop_token(warned: Callable[..., list[str]]) -> None:
     (found,) = warned(ENDS, CONVERSATION)
-    assert "template native ends a turn with <|end|> (id 4), which is not a stop token" in found
+    assert "template native ends a turn with <|end|> (id 4), no stop token" in found
     assert "generation stops at eos_token <|pad|> (5) of the tokenizer" in found
     assert "add 4 to eos_token_id in" in found and "generating_args.stop_strings: ['<|end|>']" in found
     (found,) = warned(IN_TEXT, CONVERSATION)
@@ -149,9 +149,9 @@ def test_no_false_alarm(warned: Callable[..., list[str]], template: str, rows: l
     [
         (
             None,
-            "ends a turn with <|end|> (id 260), which is not a stop token: generation stops at eos_token <|system|>",
+            "ends a turn with <|end|> (id 260), no stop token: generation stops at eos_token <|system|>",
         ),
-        (NEWLINE, "writes no token after an answer, so the student cannot learn to stop"),
+        (NEWLINE, "writes no token after an answer, so no stop is learned"),
     ],
 )
 def test_rows_with_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, said: str) -> None:
