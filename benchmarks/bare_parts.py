@@ -103,7 +103,7 @@ def _prompts(plan: RunPlan) -> Sample:
     from roll_opd.data.dataset import open_prompts
     from roll_opd.data.prompt_source import PromptSource
     from roll_opd.data.templates import load_tokenizer
-    from roll_opd.rollout.workflow import sample_of, sample_seed
+    from roll_opd.rollout.workflow_protocol import sample_of, sample_seed
 
     assert plan.rollout is not None
     sampling = plan.rollout.sampling
@@ -260,7 +260,7 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
     import torch.distributed as dist
 
     from roll_opd.megatron.engine import MegatronEngine
-    from roll_opd.megatron.trainer import MegatronTrainer
+    from roll_opd.megatron.student import MegatronTrainer
     from roll_opd.models.device_phases import Part as Memory
     from roll_opd.models.device_phases import Phase
 

@@ -32,9 +32,9 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.pipelines import start_roles
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
-from roll_opd.rollout.workflow import SingleTurn, Workflow
+from roll_opd.rollout.workflow_protocol import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.sampler import RolloutWorker, Sampler

@@ -17,7 +17,7 @@ OTHER_THREADS = "other threads (Ray)"
 PARTS = {  # file of roll_opd, or file and function -> part
     "workers/sampler.py": "requests and completions",
     "workers/batched_calls.py": "requests and completions",
-    "rollout/workflow.py": "requests and completions",
+    "rollout/workflow_protocol.py": "requests and completions",
     "workers/reward_pool.py": "rewards",
     "workers/resilient_pool.py": "rewards",
     "rollout/runs.py:added_to": "teacher chunks",
@@ -38,7 +38,7 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "objective/external_advantages.py": "selection, advantages, metrics",
     "objective/corrections.py": "selection, advantages, metrics",
     "objective/filters.py": "selection, advantages, metrics",
-    "tracking/metrics.py": "selection, advantages, metrics",
+    "tracking/reward_metrics.py": "selection, advantages, metrics",
     "pipelines/run_logger.py": "records",
 }
 PACKAGE = "/roll_opd/"

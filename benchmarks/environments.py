@@ -23,7 +23,7 @@ from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
 from roll_opd.extras.games.task_source import EnvironmentSource
 from roll_opd.pipelines import start_roles
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from work import UncountedError, Work, check_counted, phase_devices, phase_work
 
 from roll_opd.base.failures import ConfigError
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 # overrides of the demo, for larger models: 64 sequences of up to 75 tokens per step
 LARGER = (

@@ -27,7 +27,7 @@ from work import phase_work
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.flops import matrix_parameters
 from roll_opd.models.model_info import read_model
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 AXES = ("batch", "length", "model", "ranks")
 WORK = {  # axis -> quantity against which the cost is fitted

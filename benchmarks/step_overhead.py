@@ -19,7 +19,7 @@ from typing import Any
 from bare_parts import BareError, run_bare
 from pipeline_run import ONLY_STEPS, machine, pipeline_row, run_pipeline
 
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

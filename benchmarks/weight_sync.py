@@ -31,7 +31,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import start_workers
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.samples.weight_bucket import BUCKET_BYTES
 
 APART = ("student_train.device_mapping=[0]", "student_infer.device_mapping=[1]")

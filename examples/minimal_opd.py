@@ -22,7 +22,7 @@ Data, advantage, loss and reward are the package's own functions. Everything els
     prompts of one length, answers padded at the end      roll_opd/megatron/packing.py: any lengths, nothing padded
     one update per rollout, by the weights that sampled   roll_opd/objective/corrections.py: corrects where they differ
     one teacher, one number per token                     docs/objectives.md: several teachers, top-k, full vocabulary
-    a token's reverse KL counts for that token alone      roll_opd/objective/loss.py: discounted sums over later tokens
+    a token's reverse KL counts for that token alone      roll_opd/objective/opd_loss.py: sums over later tokens
     the reward is only measured                           docs/mixed.md: teachers and rewards together
     constants below, constant learning rate, no saving    examples/demo/onpolicy_distill.yaml
 
@@ -50,7 +50,7 @@ from roll_opd.data.templates import load_tokenizer
 from roll_opd.extras.graders.rewards.math_rule import is_right
 from roll_opd.objective.aggregation import token_weights
 from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.ratio import importance_sampling
+from roll_opd.objective.losses.policy_losses import importance_sampling
 from roll_opd.objective.reverse_kl import weighted_reverse_kl
 
 DEMO = Path(__file__).resolve().parent / "demo"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.workers.reward_pool import RewardWorker
 from roll_opd.workers.sampler import RolloutWorker

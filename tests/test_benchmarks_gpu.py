@@ -110,7 +110,7 @@ def test_a_case_that_did_not_run_is_reported_and_one_that_is_too_large_is_a_resu
 def test_the_larger_loop_is_a_plan_for_one_gpu_with_roles_that_take_turns(large, tmp_path: Path) -> None:
     from pipeline_run import ONLY_STEPS
 
-    from roll_opd.planner.build import load_plan
+    from roll_opd.planner.load_plan import load_plan
 
     models = {role: ROOT / "examples/demo/models" / role for role in ("student", "teacher")}
     settings = large.settings_of(large.parse([]), models)

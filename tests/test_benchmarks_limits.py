@@ -75,7 +75,7 @@ def test_a_backward_pass_has_twice_the_flops(tiny):
 
 @pytest.fixture
 def plan() -> Any:
-    from roll_opd.planner.build import load_plan
+    from roll_opd.planner.load_plan import load_plan
 
     return load_plan("demo", "onpolicy_distill", ("++validation=null",), pure=True)
 
@@ -103,7 +103,7 @@ def test_work_of_the_demo(benchmark, plan):
 
 
 def test_runs_that_are_not_counted(benchmark):
-    from roll_opd.planner.build import load_plan
+    from roll_opd.planner.load_plan import load_plan
 
     work = benchmark("work")
     plan = load_plan("demo", "onpolicy_distill", ("opd_objective=full",), pure=True)
@@ -208,7 +208,7 @@ def test_the_table_and_the_plot_show_every_phase_and_role(benchmark):
 
 
 def test_every_point_of_an_axis_is_a_plan(benchmark):
-    from roll_opd.planner.build import load_plan
+    from roll_opd.planner.load_plan import load_plan
 
     scaling = benchmark("scaling")
     for axis, factor, sequences, devices in (("batch", 8, 256, 1), ("length", 4, 32, 1), ("ranks", 4, 128, 4)):

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import json, sys
 from roll_opd.config.schema import PIPELINES
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.reward_registry import REWARDS, resolve
 

@@ -92,7 +92,7 @@ import json, torch
 from roll_opd.objective.registry import advantage, policy_loss
 from roll_opd.objective.advantages.batch import RewardBatch
 from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.reward_registry import resolve
 from roll_opd.tracking.trackers import find
@@ -134,7 +134,7 @@ def test_parts_from_outside(tmp_path: Path) -> None:
 import json, torch
 from roll_opd.objective.registry import advantage, policy_loss
 from roll_opd.objective.reverse_kl import advantages
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.reward_registry import check
 from roll_opd.tracking.trackers import find
 
@@ -223,7 +223,7 @@ import json
 from dataclasses import replace
 from roll_opd.base.failures import ConfigError
 from roll_opd.config.schema import PIPELINES
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.commands.describe import to_json
 
 plan = load_plan("demo", "rlvr", ["keep=2"], pipeline="best_and_worst")
@@ -294,7 +294,7 @@ def test_a_teacher_kind_from_outside_is_planned(tmp_path: Path) -> None:
 import json
 from roll_opd.base.failures import ConfigError
 from roll_opd.pipelines.check_user_code import check_user_code
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.commands.describe import to_json
 
 def planned(*overrides):

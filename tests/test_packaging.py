@@ -356,7 +356,7 @@ import sys
 from pathlib import Path
 import roll_opd, roll_opd.base.paths
 from roll_opd.commands import main
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 assert Path(roll_opd.__file__).is_relative_to(sys.argv[1]), roll_opd.__file__
 sys.path[:] = [place for place in sys.path if Path(place) != Path(sys.argv[2])]
 assert main.main(["demo", "d"]) == 0

@@ -103,7 +103,7 @@ def settings_of(options: argparse.Namespace, models: Mapping[str, Path]) -> list
 
 def measured(name: str, teacher: str, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Return the figures of one run."""
-    from roll_opd.planner.build import load_plan
+    from roll_opd.planner.load_plan import load_plan
 
     began = time.perf_counter()
 

@@ -14,7 +14,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 UNMEASURED = ("++validation=null", "++eval_steps=0", "++save_steps=0", "exp_name=peers")  # nothing but steps

@@ -25,7 +25,7 @@ from minimal_opd import Rollout, compute_logprobs
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.objective.aggregation import token_weights
 from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.ratio import importance_sampling
+from roll_opd.objective.losses.policy_losses import importance_sampling
 
 
 class Loop:

@@ -85,7 +85,7 @@ def _rows(
         output = directory / f"tp{tp}"
         output.mkdir()
         settings = {"model": str(info.path), "tp": tp, "etp": etp, "sequences": sequences, "directory": str(output)}
-        command = {"ranks": tp, "hosts": 1, "module": "roll_opd.megatron.parity_ranks"}
+        command = {"ranks": tp, "hosts": 1, "module": "roll_opd.megatron.check_model_ranks"}
         if torch_ranks.start({**command, "arguments": [json.dumps(settings)]}).wait():
             yield f"engine on {ranks}: it failed, see above", False
             continue
@@ -98,7 +98,7 @@ def _rows(
         is_half = info.delta is not None and not hardware.gpus()
         settings = {"model": str(info.path), "sequences": sequences, "directory": str(output)}
         settings |= {"dtype": "bf16" if is_half else "fp32"}
-        program = [sys.executable, "-m", "roll_opd.inference.parity_engine", json.dumps(settings)]
+        program = [sys.executable, "-m", "roll_opd.inference.check_model_engine", json.dumps(settings)]
         if subprocess.run(program, check=False).returncode:
             yield "vLLM: it failed, see above", False
         elif is_half:

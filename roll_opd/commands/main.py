@@ -91,7 +91,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.commands.plan_text import to_text
     from roll_opd.pipelines.check_machine import warnings_here
     from roll_opd.pipelines.user_code import uses_user_code
-    from roll_opd.planner.build import load_plan
+    from roll_opd.planner.load_plan import load_plan
 
     try:
         chosen = pipeline_arguments(arguments)

@@ -59,7 +59,7 @@ from roll_opd.inference.failure import die_with_parent
 from roll_opd.models.model_info import ModelFilesError
 from roll_opd.objective.registry import AlgorithmError
 from roll_opd.pipelines.checkpoints import CheckpointError
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.stdout_tee import tee_output
 from roll_opd.tracking.trackers import TrackerError
@@ -224,7 +224,7 @@ def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
 def _run(plan: RunPlan, hosts: Hosts | None) -> int:
     try:
         # imports torch; a wrong configuration is rejected earlier
-        from roll_opd.pipelines.preflight import preflight
+        from roll_opd.pipelines.start_checks import preflight
 
         inputs = preflight(plan)
         if inputs.resumed and inputs.resumed.step >= plan.max_steps:

@@ -7,7 +7,7 @@ from typing import Any
 
 from roll_opd.base.command_line import DONE, FAILED, USER_ERROR
 from roll_opd.base.failures import ConfigError, os_sentence
-from roll_opd.tracking.evidence import Evidence
+from roll_opd.tracking.audit_records import Evidence
 from roll_opd.tracking.ledger import examine
 
 MAX_ERRORS = 50  # printed
@@ -64,8 +64,8 @@ def _opened(run: Path, facts: Any) -> Any:
     """Open the prompts of the run's configuration, as the run did."""
     from roll_opd.config.schema import PIPELINES, Top
     from roll_opd.data.templates import load_tokenizer
-    from roll_opd.pipelines.preflight import open_data
-    from roll_opd.planner.build import load_plan
+    from roll_opd.pipelines.start_checks import open_data
+    from roll_opd.planner.load_plan import load_plan
 
     named = facts.get("pipeline") if facts.get("pipeline") in PIPELINES.keys() - {Top.pipeline} else None
     plan = load_plan(

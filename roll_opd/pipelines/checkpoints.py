@@ -19,7 +19,7 @@ from roll_opd.base.failures import full_disk
 from roll_opd.base.paths import content
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.models.model_info import ModelFilesError, read_model
-from roll_opd.pipelines.history import History
+from roll_opd.pipelines.settings_history import History
 from roll_opd.tracking.run_directory import SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 
 if TYPE_CHECKING:  # these import torch, but the launcher must first start its fork server
@@ -51,7 +51,7 @@ class Checkpoint:
     source_state: dict[str, Any]  # state of the prompt source
     kl_coef: float | None = None  # KL coefficient of the next step
     began: datetime | None = None  # start of its run, in local time; None: saved by an earlier version
-    # parts of the run up to `step`, as `history.parts_of` reads them; None: it has none
+    # parts of the run up to `step`, as `settings_history.parts_of` reads them; None: it has none
     parts: Any = None
     groups: str | None = None  # digest of the file `GROUPS`; None: there is no finished group
 

@@ -12,8 +12,8 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import TaskSource
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
-from roll_opd.pipelines.history import History
 from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.pipelines.settings_history import History
 from roll_opd.pipelines.shutdown import Ending
 from roll_opd.rollout.runs import FinishedGroup
 from roll_opd.tracking.clock import PhaseClock

@@ -10,7 +10,7 @@ from typing import Any
 from roll_opd.base.failures import ConfigError, DiskFull, RunError
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines.checkpoints import CheckpointError
-from roll_opd.pipelines.history import History
+from roll_opd.pipelines.settings_history import History
 from roll_opd.tracking.run_directory import RUN_FACTS, RunDirectory, write_atomic
 from roll_opd.tracking.summary import versions
 

@@ -10,7 +10,7 @@ from roll_opd.base.entry_points import entries, load
 from roll_opd.base.failures import ConfigError, full_disk
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
-from roll_opd.pipelines.history import RunPart
+from roll_opd.pipelines.settings_history import RunPart
 from roll_opd.tracking.run_directory import RunDirectory
 
 

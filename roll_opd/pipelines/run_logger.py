@@ -17,7 +17,6 @@ from roll_opd.data.templates import load_tokenizer
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.objective.external_advantages import token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
-from roll_opd.pipelines.history import History
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.run_hooks import RunHooks
 from roll_opd.pipelines.sample_record import (
@@ -30,6 +29,7 @@ from roll_opd.pipelines.sample_record import (
     text_of,
     topk_hits,
 )
+from roll_opd.pipelines.settings_history import History
 from roll_opd.rollout.runs import Batch
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check, table
@@ -56,7 +56,7 @@ from roll_opd.tracking.summary import (
     with_rewards,
     write_summary,
 )
-from roll_opd.tracking.system import TrainingFlops, memory_metrics, throughput_metrics
+from roll_opd.tracking.throughput import TrainingFlops, memory_metrics, throughput_metrics
 from roll_opd.tracking.trackers import Trackers
 from roll_opd.workers.worker_progress import running_calls
 

@@ -24,14 +24,14 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
 from roll_opd.pipelines.check_user_code import loop_of
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
-from roll_opd.pipelines.history import History
-from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.server_reach import check_reach
+from roll_opd.pipelines.settings_history import History
 from roll_opd.pipelines.shutdown import Ending
+from roll_opd.pipelines.start_checks import Inputs
 from roll_opd.pipelines.startup import begin
 from roll_opd.planner.strategies import short_devices
 from roll_opd.tracking.console import show_progress

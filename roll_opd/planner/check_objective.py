@@ -26,7 +26,7 @@ from roll_opd.planner.objective_plan import (
     has_norm_levels,
     keys_of_steps,
 )
-from roll_opd.planner.read import Sections
+from roll_opd.planner.read_sections import Sections
 
 FEWEST_STEPS = 5  # the number of horizons after which an adaptive coefficient could reach 0
 REPORTED_WITH_TEACHERS = {"whiten_advantages", "kl_penalty"}  # by `_check_beside_teachers`

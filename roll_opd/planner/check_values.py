@@ -9,7 +9,7 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import MicroBatchLimits, RolloutPlan
 from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker, changed
 from roll_opd.models.memory import VLLM_MAX_SEQUENCES
-from roll_opd.planner.read import Sections
+from roll_opd.planner.read_sections import Sections
 from roll_opd.planner.strategies import OPTIONS
 
 ROUTER_REPLAY = "router_replay.mode"

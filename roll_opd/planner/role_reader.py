@@ -27,7 +27,7 @@ from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, r
 from roll_opd.models.tokenizer_files import has_tokenizer
 from roll_opd.models.weight_files import holds_decoder, weight_problems
 from roll_opd.planner import key_hints, lora_keys
-from roll_opd.planner.read import CRITIC, REFERENCE, Sections
+from roll_opd.planner.read_sections import CRITIC, REFERENCE, Sections
 from roll_opd.planner.strategies import OPTIONS, read_megatron, read_vllm
 
 MODEL = "model_args.model_name_or_path"  # key in a role's section

@@ -25,12 +25,12 @@ from roll_opd.planner import (
     check_devices,
     check_objective,
     check_values,
-    parts,
+    role_parts,
     row_plans,
     teacher_sections,
 )
 from roll_opd.planner.objective_plan import engine_check_plan, expand, objective_plan
-from roll_opd.planner.read import Sections
+from roll_opd.planner.read_sections import Sections
 from roll_opd.planner.reward_sections import read_rewards
 from roll_opd.planner.teacher_sections import check_http_teachers, check_scorers
 from roll_opd.workflows.workflow_checks import argument_problems, name_problem
@@ -96,13 +96,13 @@ def fields(sections: Sections) -> dict[str, Any] | None:
     updates = top.ppo_epochs * -(-sequences // samples)
     critic = _critic(top, sections.critic, sequences)
     steps = top.max_steps - (critic.critic_warmup if critic else 0)
-    teachers = tuple(parts.teacher_plan(name, role, top, train) for name, role in sections.teachers.items())
+    teachers = tuple(role_parts.teacher_plan(name, role, top, train) for name, role in sections.teachers.items())
     contexts = tuple(teacher.context for teacher in teachers if teacher.context)
     if top.validation and held_out:
         args, evaluate = top.validation.generating_args, top.validation.evaluate_teacher
-        sampling = parts.sampling_plan(args, args.num_return_sequences or 1, top.held_out_tokens or response)
+        sampling = role_parts.sampling_plan(args, args.num_return_sequences or 1, top.held_out_tokens or response)
         validation = validation or ValidationPlan(held_out, sampling, evaluate)
-    rollout = parts.rollout_plan(infer, top)
+    rollout = role_parts.rollout_plan(infer, top)
     tested = engine_check_plan(top, rollout.sampling, infer.engine_args, infer.diag)
     objective = objective_plan(top, sections.mode, updates, sections.shared_vocabulary, tested)
     if workflow := _workflow(top):
@@ -115,7 +115,7 @@ def fields(sections: Sections) -> dict[str, Any] | None:
         has_auxiliaries=bool(workflow and workflow.auxiliary_models),
     )
     place = top.tasks_in or (" by workflow" if workflow else "")
-    engines = {domain: parts.judge_plan(role, top) for domain, role in sections.judges.items()}
+    engines = {domain: role_parts.judge_plan(role, top) for domain, role in sections.judges.items()}
     return {
         **shared(RolloutKeys, top),
         "mode": sections.mode,
@@ -123,13 +123,13 @@ def fields(sections: Sections) -> dict[str, Any] | None:
         "pipeline_args": FrozenDict(top.arguments()),
         "title": (top.title or TITLES[sections.mode]) + place,
         "max_steps": top.max_steps,
-        "student": parts.train_plan(train, top, updates * steps),
+        "student": role_parts.train_plan(train, top, updates * steps),
         "rollout": rollout,
         "teachers": teachers,
         "rewards": tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards),
         "data": replace(data, contexts=() if workflow else contexts),  # workflows make the prompts
         "objective": top.objective_of_tasks(objective),
-        "reference": parts.megatron_plan(sections.reference, top, train) if sections.reference else None,
+        "reference": role_parts.megatron_plan(sections.reference, top, train) if sections.reference else None,
         "critic": critic,
         "demonstrations": added,
         "workflow": workflow,
@@ -143,14 +143,14 @@ def _critic(top: Top, role: Worker | None, sequences: int) -> CriticPlan | None:
     if not (role and role.mini_batch):
         return None
     total = top.max_steps * top.critic_epochs * -(-sequences // role.mini_batch)
-    return CriticPlan(**vars(parts.train_plan(role, top, total)), **shared(CriticKeys, top))
+    return CriticPlan(**vars(role_parts.train_plan(role, top, total)), **shared(CriticKeys, top))
 
 
 def _auxiliaries(sections: Sections, top: Top) -> Iterator[AuxiliaryPlan]:
     """Yield the plans of the models that workflows call, in the order of the configuration."""
     for name, model in sections.auxiliaries.items():
         if isinstance(model, Worker):
-            yield AuxiliaryPlan(name, parts.judge_plan(model, top))
+            yield AuxiliaryPlan(name, role_parts.judge_plan(model, top))
             continue
         if fault := address_fault(model.base_url):
             model.diag.error("base_url", fault)

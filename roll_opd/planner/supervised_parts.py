@@ -24,8 +24,8 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.objective.registry import POLICY_LOSSES, AlgorithmError
-from roll_opd.planner import check_devices, check_values, parts, row_plans
-from roll_opd.planner.read import Sections
+from roll_opd.planner import check_devices, check_values, role_parts, row_plans
+from roll_opd.planner.read_sections import Sections
 
 PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys whose values are in other fields of the plan
 TOPK_ONLY = ("opd_topk", "opd_divergence", "sft_loss_coef")
@@ -60,9 +60,9 @@ def fields(sections: Sections) -> dict[str, Any] | None:
         "title": top.title,
         "max_steps": steps,
         "rollout_batch_size": rows,
-        "student": parts.train_plan(student, top, steps * (rows // update), top.answers),
+        "student": role_parts.train_plan(student, top, steps * (rows // update), top.answers),
         "teacher_preflight": getattr(top, "teacher_preflight", True),
-        "reference": parts.megatron_plan(sections.reference, top, train) if sections.reference else None,
+        "reference": role_parts.megatron_plan(sections.reference, top, train) if sections.reference else None,
         "epochs": epochs,
         "logged_samples_per_step": 0,
     }

@@ -22,7 +22,7 @@ from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.objective.filters import GroupFilter
-from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
+from roll_opd.rollout.workflow_protocol import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, sampling_versions, tokens_by_version
 from roll_opd.teachers.scoring import Scorers

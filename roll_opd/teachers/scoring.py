@@ -16,10 +16,10 @@ from typing import Protocol
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.samples.sample import Sample, TargetRef, changed, chunks_column, logprobs_column, with_columns
-from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TeacherScorer, Wanted
+from roll_opd.teachers.interface import LOGPROBS, Target, TeacherAnswer, TeacherScorer, Wanted
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.views import TeacherView
-from roll_opd.tracking.opd_metrics import Cut, cut_of
+from roll_opd.tracking.step_metrics import Cut, cut_of
 
 MAX_UNCOVERED = 0.05  # largest allowed fraction of action tokens without a teacher log-prob
 ENOUGH = 1000  # the fraction is checked from this number of action tokens on

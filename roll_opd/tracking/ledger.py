@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_opd.tracking.evidence import Evidence, LedgerRow, read
+from roll_opd.tracking.audit_records import Evidence, LedgerRow, read
 from roll_opd.tracking.ledger_checks import CHECKS, EPOCH, unchecked
 from roll_opd.tracking.ledger_facts import Facts
 from roll_opd.tracking.run_directory import FATES, LEDGER, METRICS, PROMPTS

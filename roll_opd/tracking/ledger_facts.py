@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from roll_opd.rollout.staleness import Pace
-from roll_opd.tracking.evidence import Evidence, LedgerRow, LoggedSample, PartSettings
+from roll_opd.tracking.audit_records import Evidence, LedgerRow, LoggedSample, PartSettings
 from roll_opd.tracking.run_directory import LEDGER, METRICS, PROMPTS, SAMPLES
 from roll_opd.tracking.summary import GENERATED_TOKENS, STEP_TOKENS
 

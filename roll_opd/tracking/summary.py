@@ -12,7 +12,7 @@ from platform import python_version
 from typing import Any
 
 from roll_opd.tracking.clock import PHASES
-from roll_opd.tracking.metrics import GRADED
+from roll_opd.tracking.reward_metrics import GRADED
 from roll_opd.tracking.run_directory import RunDirectory, read_jsonl, write_atomic
 
 ACCURACY = "val_correct/all/mean"

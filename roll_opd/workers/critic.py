@@ -17,7 +17,7 @@ from roll_opd.objective.columns import value_columns
 from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
 from roll_opd.samples.sharding import DPShard, ShardedBatch, shard_batch
 from roll_opd.samples.transport import Compact
-from roll_opd.tracking.metrics import statistics
+from roll_opd.tracking.reward_metrics import statistics
 from roll_opd.workers.group import actor, gathered
 from roll_opd.workers.model_worker import Learner, TrainableRank, Update, optimizer_metrics, sequences_of, total
 
@@ -113,7 +113,7 @@ class CriticWorker(TrainableRank):
     """Rank of the critic."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
-        from roll_opd.megatron.value_model import MegatronCritic
+        from roll_opd.megatron.critic import MegatronCritic
 
         assert isinstance(plan, CriticPlan)
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
@@ -129,6 +129,6 @@ class CriticWorker(TrainableRank):
         return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))
 
     def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
-        from roll_opd.megatron.value_model import save_critic_hf
+        from roll_opd.megatron.critic import save_critic_hf
 
         return save_critic_hf(self._engine, directory, later=later)

@@ -24,7 +24,7 @@ from roll_opd.rewards.reward_caller import Caller, weighted
 from roll_opd.rewards.reward_registry import resolve
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.transport import Compact
-from roll_opd.tracking.metrics import scoring_metrics
+from roll_opd.tracking.reward_metrics import scoring_metrics
 from roll_opd.workers.batched_calls import Answers, coalesced
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.ray_worker import RayWorker
@@ -294,7 +294,7 @@ class RewardWorker:
 
 
 class LocalModel:
-    """Client of a judge model's vLLM engines (see `roll_opd.rewards.endpoint.Complete`)."""
+    """Client of a judge model's vLLM engines (see `roll_opd.rewards.http_client.Complete`)."""
 
     def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
         """Send requests to `engines` in turn (round-robin), with the sampling settings of `plan`.

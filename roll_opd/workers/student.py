@@ -80,8 +80,8 @@ class Student(Learner):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Make all optimizer updates of one training step.
 
-        Returns (samples, metrics): the samples with `old_logprobs` and with the columns of `objective.loss.opd_loss`,
-        and the metrics `actor/*` and `rollout/engine/*`. If a sample had no `old_logprobs`, they are the log-probs that
+        Returns (samples, metrics): the samples with `old_logprobs` and with the columns of `objective.opd_loss`, and
+        the metrics `actor/*` and `rollout/engine/*`. If a sample had no `old_logprobs`, they are the log-probs that
         were computed during the update.
         """
         learned = list(samples)
@@ -226,7 +226,7 @@ class TrainWorker(TrainableRank, BucketWriter):
     _sender: Any = None  # sends weights between GPUs
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
-        from roll_opd.megatron.trainer import MegatronTrainer
+        from roll_opd.megatron.student import MegatronTrainer
 
         assert isinstance(plan, TrainPlan)
         return MegatronTrainer(plan, seed=seed, deterministic=deterministic)

@@ -94,7 +94,7 @@ class WorkflowPool:
     async def run(self, task: Any, model: Any) -> Sequence[Sample] | None:
         """Return the samples of one run on a prompt, or None if the run failed.
 
-        This is the interface of `roll_opd.rollout.workflow.Workflow`.
+        This is the interface of `roll_opd.rollout.workflow_protocol.Workflow`.
 
         Raises RunError if the run fails and `on_workflow_error` is `stop`.
         """

@@ -4,7 +4,7 @@ import pytest
 
 from roll_opd.base.terminal import WIDTH, columns, table, wrapped
 from roll_opd.commands.plan_text import to_text
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 TEXT = "roll-opd: the configuration has 2 problems:\n  1. max_steps: expected a number (run.yaml:3)\n  2. seed: is bad"
 PATH = "/a/very/long/path/" + "x" * 60

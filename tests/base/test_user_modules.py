@@ -11,7 +11,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import PathError, also_resolving_in
 from roll_opd.base.user_modules import dotted_path, module_variables, search_modules_in, users_module
 from roll_opd.commands.main import main
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 REWARDS = """
 def good(samples, scale=1.0):

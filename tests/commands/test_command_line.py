@@ -23,7 +23,7 @@ from roll_opd.base.command_line import configuration, pipeline_arguments
 from roll_opd.base.failures import ConfigError
 from roll_opd.commands import main, python_api
 from roll_opd.pipelines.run_pipeline import Run
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from tests.pages import blocks, commands
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"

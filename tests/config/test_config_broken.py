@@ -14,7 +14,7 @@ import pytest
 from config_assets import base_values, set_key, write_config, write_model
 
 from roll_opd.base.failures import ConfigError
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 TEACHER = "teacher.strategy_args.strategy_config"
 TRAIN = "student_train.strategy_args.strategy_config"

@@ -13,7 +13,7 @@ from roll_opd.commands.describe import to_json
 from roll_opd.commands.main import main
 from roll_opd.commands.plan_text import to_text
 from roll_opd.models.memory import readable_bytes
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.planner.strategies import short_devices
 
 

@@ -11,7 +11,7 @@ from roll_assets import localise
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.commands.plan_text import to_text
 from roll_opd.config.plan import Layout, RunPlan
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 EXAMPLES = REPOSITORY / "examples"
 DISTILL, MIXED = "qwen3-8B-onpolicy-distill-megatron", "qwen3-8B-rlvr-opd-megatron"

@@ -23,8 +23,8 @@ from roll_opd.commands import main
 from roll_opd.config.compose import load_config
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.build import load_plan
 from roll_opd.planner.check_values import check_batched_tokens
+from roll_opd.planner.load_plan import load_plan
 
 MODEL = "student_train.model_args.model_name_or_path"
 ROWS = "student_train.data_args.file_name"
@@ -269,7 +269,7 @@ def test_what_nobody_foresaw_is_a_sentence(monkeypatch: pytest.MonkeyPatch, caps
     def fails(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("roll_opd.planner.build.load_plan", fails)
+    monkeypatch.setattr("roll_opd.planner.load_plan.load_plan", fails)
     assert main.main(["plan", "--config_path", "demo", "--config_name", "rlvr"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("roll-opd: ") and "KeyError: 'a bug'" in said and "ROLL_OPD_DEBUG=1" in said

@@ -61,7 +61,7 @@ def test_plan_is_immutable_and_picklable(plan: Plan) -> None:
 def test_nothing_heavy_is_imported(root: Any, values: dict[str, Any]) -> None:
     """Planning must work on a machine without the engines, and refuse quickly."""
     code = (
-        "import sys; from roll_opd.planner.build import load_plan;"
+        "import sys; from roll_opd.planner.load_plan import load_plan;"
         f"load_plan({write_config(root, values)!r}, 'run', pure=True);"
         "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'ray'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"

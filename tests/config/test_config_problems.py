@@ -18,7 +18,7 @@ from roll_opd.config.compose import LoadedConfig, load_config
 from roll_opd.config.schema import Top
 from roll_opd.models.model_info import read_model
 from roll_opd.planner import check_files
-from roll_opd.planner.build import plan_config
+from roll_opd.planner.load_plan import plan_config
 from tests.cover import tiered
 
 Problems = Callable[..., list[str]]

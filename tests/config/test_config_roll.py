@@ -20,7 +20,7 @@ from roll_opd.config.schema import (
     Worker,
 )
 from roll_opd.models.engine_options import MEGATRON_DECIDED, engine_options
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.reward_registry import REWARDS
 
 ROLL = """

@@ -9,7 +9,7 @@ from roll_assets import STYLE, localise
 from roll_opd.base.failures import ConfigError
 from roll_opd.commands.main import main
 from roll_opd.config.plan import FilterPlan, Layout, RunPlan
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 pytestmark = pytest.mark.extras
 

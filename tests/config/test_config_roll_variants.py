@@ -9,7 +9,7 @@ import pytest
 
 from roll_opd.base.failures import ConfigError
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.pipelines.preflight import miscounted
+from roll_opd.pipelines.start_checks import miscounted
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -9,7 +9,7 @@ from config_assets import base_values, set_key, write_config
 
 from roll_opd.base.failures import ConfigError
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 Plan = Callable[..., RunPlan]
 TRAIN, OPTIMIZER = "student_train.data_args", "student_train.training_args"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.pipelines import history
-from roll_opd.pipelines.history import CONTENT, settings_of
-from roll_opd.planner.build import load_plan
+from roll_opd.pipelines import settings_history as history
+from roll_opd.pipelines.settings_history import CONTENT, settings_of
+from roll_opd.planner.load_plan import load_plan
 
 DEMO = {"pure": "onpolicy_distill", "mixed": "rlvr_opd", "rl": "ppo", "sft": "sft", "dpo": "dpo"}
 

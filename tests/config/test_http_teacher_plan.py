@@ -8,7 +8,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.commands.describe import to_json
 from roll_opd.commands.plan_text import to_text
 from roll_opd.config.plan import HttpPlan, RunPlan
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 URL = "http://teacher.example:8000/v1"
 

@@ -12,7 +12,7 @@ from roll_opd.commands.plan_text import to_text
 from roll_opd.config.schema import PIPELINES
 from roll_opd.pipelines.check_user_code import check_user_code
 from roll_opd.pipelines.user_code import uses_user_code
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 pytestmark = pytest.mark.extras
 

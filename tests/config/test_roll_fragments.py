@@ -7,7 +7,7 @@ from config_assets import base_values
 
 from roll_opd.base.failures import ConfigError
 from roll_opd.commands.main import main
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 ROLES = ("actor_train", "actor_infer", "teacher")
 ROLE = "{{model_args: {{model_name_or_path: {root}/{model}}}, strategy_args: {{strategy_name: {strategy}}}{more}}}"

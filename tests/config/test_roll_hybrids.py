@@ -15,7 +15,7 @@ from plan_sources import with_stand_ins
 
 from roll_opd.base.failures import ConfigError
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 pytestmark = pytest.mark.extras
 

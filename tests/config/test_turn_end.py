@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.stop_tokens import stop_tokens, turn_end
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n"

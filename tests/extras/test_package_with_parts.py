@@ -54,7 +54,7 @@ PROGRAM = """
 import json, sys
 from roll_opd.base.failures import ConfigError
 from roll_opd.commands.main import main
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 codes = [main(["greet", "--times", "2"]), main(["broken", "--times", "2"])]
 words = ["+rewards.polite.worker_cls=keyword", "+rewards.polite.tag_included=[x]", "+rewards.polite.word=thanks"]

@@ -21,11 +21,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
 from roll_opd.megatron import checkpoint
-from roll_opd.megatron import learner as learner_module
+from roll_opd.megatron import optimizer as learner_module
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors
-from roll_opd.megatron.learner import MegatronLearner
-from roll_opd.megatron.trainer import MegatronTrainer
+from roll_opd.megatron.optimizer import MegatronLearner
+from roll_opd.megatron.student import MegatronTrainer
 from roll_opd.models.memory import shard_of, train_memory
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.sharding import TrainResult

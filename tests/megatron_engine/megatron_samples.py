@@ -34,7 +34,7 @@ class TrainSample:
     prompt_length: int
     action_mask: np.ndarray  # bool, tokens to learn from
     advantages: np.ndarray  # f32, of the external reward (0 in pure distillation)
-    opd_coefficients: np.ndarray  # f32, see objective.loss
+    opd_coefficients: np.ndarray  # f32, see objective.opd_loss
     opd_teacher: np.ndarray  # f32
     old_logprobs: np.ndarray | None  # f32; None: the weights being trained are still those that sampled
     ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss

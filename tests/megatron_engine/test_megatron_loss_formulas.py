@@ -17,9 +17,9 @@ from torch import Tensor
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.head import OutputHead, TeacherHead
 from roll_opd.megatron.packing import PackedBatch, pack
-from roll_opd.megatron.trainer import distillation_loss
+from roll_opd.megatron.student import distillation_loss
 from roll_opd.megatron.vocabulary import VocabShard
-from roll_opd.objective.loss import opd_loss
+from roll_opd.objective.opd_loss import opd_loss
 
 VOCABULARY, WIDTH, TEACHER_WIDTH, TOPK, TEMPERATURE = 13, 5, 7, 4, 0.7
 LENGTHS = ((3, 6), (1, 4), (2, 7))  # tokens of prompt and response

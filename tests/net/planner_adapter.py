@@ -14,7 +14,7 @@ import roll_opd
 
 REPOSITORY = Path(roll_opd.__file__).resolve().parents[1]
 # the first module that exists is taken: the net also runs on earlier revisions
-PLANNER = ("roll_opd.planner.build", "roll_opd.config.build")  # has `load_plan`
+PLANNER = ("roll_opd.planner.load_plan", "roll_opd.config.build")  # has `load_plan`
 DESCRIPTION = ("roll_opd.commands.describe", "roll_opd.planner.describe")  # has `to_json`
 MACHINE = ("roll_opd.base.hardware", "roll_opd.hardware")  # says what the machine has
 

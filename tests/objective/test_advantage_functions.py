@@ -6,8 +6,8 @@ import statistics
 import pytest
 import torch
 
+from roll_opd.objective.advantages.advantage_functions import grpo
 from roll_opd.objective.advantages.batch import RewardBatch
-from roll_opd.objective.advantages.grpo import grpo
 from roll_opd.objective.registry import ADVANTAGES as REGISTRY
 from roll_opd.objective.token_advantages import token_advantages
 from tests.each import each

@@ -7,7 +7,7 @@ import torch
 
 from roll_opd.objective.divergences import DIVERGENCES, ENTROPY, divergence, topk_divergence
 from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.ratio import importance_sampling
+from roll_opd.objective.losses.policy_losses import importance_sampling
 from roll_opd.objective.reverse_kl import weighted_reverse_kl
 
 CASES = [

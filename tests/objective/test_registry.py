@@ -68,7 +68,7 @@ def test_one_function_under_several_names_has_the_facts_of_each() -> None:
     assert advantage("gae") is advantage("reinforceplusplus") is advantage("reinforce")
     assert ADVANTAGES.facts("reinforceplusplus") == AdvantageFacts(token_defaults=whitened)
     assert ADVANTAGES.facts("gae") == AdvantageFacts(token_defaults=whitened | {"lambd": 1.0})
-    path = "roll_opd.objective.advantages.grpo.reinforce"
+    path = "roll_opd.objective.advantages.advantage_functions.reinforce"
     assert ADVANTAGES.facts("reinforce") == ADVANTAGES.facts(path) == AdvantageFacts()
 
 

@@ -16,7 +16,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.objective.columns import loss_columns, with_total_advantages
 from roll_opd.objective.corrections import check_staleness, corrected
-from roll_opd.objective.loss import opd_loss
+from roll_opd.objective.opd_loss import opd_loss
 from roll_opd.objective.reverse_kl import STALE_LIMIT
 from roll_opd.samples.sample import Sample, as_columns, changed, teacher_columns
 

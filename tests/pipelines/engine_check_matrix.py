@@ -27,7 +27,7 @@ from test_engine_check import COLD
 from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.pipelines import distill
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.views import SameTokens
 from roll_opd.tracking.run_directory import read_jsonl

@@ -34,7 +34,7 @@ from roll_opd.base.failures import RunError
 from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.config.plan import RunPlan, TeacherPlan
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.teachers.http_teacher import http_scorer
 from roll_opd.teachers.kinds import TeacherStart
 from roll_opd.teachers.scoring import Teacher

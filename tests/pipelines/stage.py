@@ -23,7 +23,7 @@ from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.pipelines import run_pipeline, start_roles
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import start_reward_pools, start_workers
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.views import SameTokens
 from roll_opd.workers.reward_pool import RewardPool

@@ -13,9 +13,9 @@ from states import write_state
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, damage, find
-from roll_opd.pipelines.history import History, begun
 from roll_opd.pipelines.run_pipeline import own_directory
-from roll_opd.planner.build import load_plan
+from roll_opd.pipelines.settings_history import History, begun
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.workers.worker_progress import Writing
 

@@ -25,14 +25,14 @@ from roll_opd.inference.engine_arguments import CPU_BLOCK_MULTIPLE
 from roll_opd.pipelines import check_machine
 from roll_opd.pipelines.check_machine import machine_problems, other_blocks
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
-from roll_opd.pipelines.preflight import (
+from roll_opd.pipelines.start_checks import (
     checkpoint_problems,
     cluster_problems,
     emulated_bf16,
     package_problems,
     preflight,
 )
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 

@@ -12,8 +12,8 @@ from stage import CRITIC_SCHEDULE, SHORT, WITH_CRITIC, Stage, optimizer_of
 
 from roll_opd.config.plan import ModelPlan
 from roll_opd.pipelines.checkpoints import Checkpoint, damage
-from roll_opd.pipelines.preflight import checkpoint_problems
-from roll_opd.planner.build import load_plan
+from roll_opd.pipelines.start_checks import checkpoint_problems
+from roll_opd.planner.load_plan import load_plan
 
 STEPS, WARMUP, SAVED = 4, 2, 3
 LEARNING_STEPS = 10  # of a run in which the task is learned

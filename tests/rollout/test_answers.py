@@ -11,7 +11,7 @@ import pytest
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.pipelines.validation_runs import first_answers, read_answers
 from roll_opd.samples.sample import Sample, as_columns
-from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.teachers.interface import TeacherAnswer, Wanted
 from roll_opd.teachers.scoring import Scorers, Teacher
 
 

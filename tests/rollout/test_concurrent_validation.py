@@ -14,7 +14,7 @@ from roll_opd.base.failures import RunError
 from roll_opd.inference.completion import Completion
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.validation_runs import SECONDS, ConcurrentValidation
-from roll_opd.rollout.workflow import SingleTurn
+from roll_opd.rollout.workflow_protocol import SingleTurn
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.run_directory import METRICS, RunDirectory, read_jsonl

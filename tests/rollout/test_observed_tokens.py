@@ -41,9 +41,9 @@ from roll_opd.samples.sharding import Packing, ShardedBatch
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.tracking.console import Console, progress_line
-from roll_opd.tracking.metrics import reward_metrics, validation_metrics
-from roll_opd.tracking.opd_metrics import advantage_metrics, opd_metrics
+from roll_opd.tracking.reward_metrics import reward_metrics, validation_metrics
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl
+from roll_opd.tracking.step_metrics import advantage_metrics, opd_metrics
 from roll_opd.tracking.summary import write_summary
 from roll_opd.workers.critic import value_metrics
 

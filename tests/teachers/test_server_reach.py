@@ -15,7 +15,7 @@ from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import RewardPlan, RewardTerm
 from roll_opd.pipelines import server_reach
 from roll_opd.pipelines.server_reach import check_reach, servers_of, unreachable
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 Answer = Callable[[socket.socket], None]
 

@@ -16,11 +16,11 @@ from roll_opd.models.device_phases import members_of
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.check_machine import warnings_here
-from roll_opd.pipelines.history import begun, settings_of
 from roll_opd.pipelines.run_facts import run_facts
+from roll_opd.pipelines.settings_history import begun, settings_of
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation
 from roll_opd.pipelines.startup import started
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.workers.colocation import DeviceScheduler
 
 URL = "http://teacher.example:8000"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tracking_assets import experience
 
-from roll_opd.tracking.metrics import reward_metrics, scoring_metrics
+from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
 
 
 def test_reward_metrics_are_those_of_each_domain() -> None:

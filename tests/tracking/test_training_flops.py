@@ -8,7 +8,7 @@ import pytest
 from tracking_assets import experience
 
 from roll_opd.config.plan import Layout, LoraPlan, MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
-from roll_opd.tracking.system import TrainingFlops, throughput_metrics
+from roll_opd.tracking.throughput import TrainingFlops, throughput_metrics
 
 STUDENT = Path(__file__).parents[2] / "examples/demo/models/student"
 LIMITS = MicroBatchLimits()

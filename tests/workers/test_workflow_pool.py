@@ -24,7 +24,7 @@ from roll_opd.config.plan import (
     WorkflowPlan,
 )
 from roll_opd.data.dataset import Prompt
-from roll_opd.rollout.workflow import Task
+from roll_opd.rollout.workflow_protocol import Task
 from roll_opd.samples.sample import Sample
 from roll_opd.workers.group import ActorGroup
 from roll_opd.workers.sampler import Sampler

@@ -208,7 +208,7 @@ def test_samples_have_the_settings_of_their_calls(tokenizer: Any) -> None:
 
 
 def test_seeds_differ_by_run_and_call_and_begin_as_those_of_a_single_turn() -> None:
-    from roll_opd.rollout.workflow import sample_seed
+    from roll_opd.rollout.workflow_protocol import sample_seed
 
     states = [RunState(0, (7, draw), (run,), SamplingPlan()) for draw in range(3) for run in range(4)]
     seeds = [[state.seeds(1)[0] for _ in range(5)] for state in states] + [state.seeds(6) for state in states]

@@ -18,7 +18,7 @@ from torch import Tensor
 from roll_opd.objective.corrections import Mismatch, importance_weights
 from roll_opd.objective.divergences import FORWARD_KL, REVERSE_KL
 from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.ratio import importance_sampling
+from roll_opd.objective.losses.policy_losses import importance_sampling
 from roll_opd.objective.reverse_kl import stale_weights
 
 QUESTIONS = 16  # of a step, with `ANSWERS` answers each

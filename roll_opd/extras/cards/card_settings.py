@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from roll_opd.extras.cards.origin import cached, model_name
-from roll_opd.pipelines.history import CONTENT, RunPart, differences, renamed, text_of
+from roll_opd.pipelines.settings_history import CONTENT, RunPart, differences, renamed, text_of
 
 # keys on every card, if they are set; the card adds keys that differ between two parts of the run
 ALWAYS = (

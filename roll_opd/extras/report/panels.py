@@ -12,7 +12,7 @@ from typing import Any
 from roll_opd.extras.report.curves import downsample, ends, points, trend
 from roll_opd.extras.report.run_files import RunRecord
 from roll_opd.extras.report.text import limited, rounded
-from roll_opd.tracking.metrics import GRADED
+from roll_opd.tracking.reward_metrics import GRADED
 from roll_opd.tracking.summary import (
     ACCURACY,
     FAILED_RATE,

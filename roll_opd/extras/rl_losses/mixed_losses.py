@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.objective.losses.batch import LossBatch
-from roll_opd.objective.losses.ratio import ppo, sft
+from roll_opd.objective.losses.policy_losses import ppo, sft
 from roll_opd.objective.registry import register_policy_loss
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.objective.losses.batch import LossBatch, beyond, outside
-from roll_opd.objective.losses.ratio import vanilla
+from roll_opd.objective.losses.policy_losses import vanilla
 from roll_opd.objective.registry import register_policy_loss
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.objective.losses.batch import LossBatch, beyond, outside
-from roll_opd.objective.losses.ratio import clipped
+from roll_opd.objective.losses.policy_losses import clipped
 from roll_opd.objective.registry import register_policy_loss
 
 SAPO_HEIGHT = 4.0  # factor that makes the gate's slope 1 at r = 1

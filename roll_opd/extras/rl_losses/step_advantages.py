@@ -2,6 +2,7 @@
 
 import torch
 
+from roll_opd.objective.advantages.advantage_functions import grpo
 from roll_opd.objective.advantages.batch import (
     Level,
     Normalised,
@@ -10,7 +11,6 @@ from roll_opd.objective.advantages.batch import (
     run_members,
     step_returns,
 )
-from roll_opd.objective.advantages.grpo import grpo
 from roll_opd.objective.registry import register_advantage
 
 

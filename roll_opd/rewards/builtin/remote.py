@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
+from roll_opd.rewards.http_client import Endpoint, GaveUp, RequestLimits
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.reward_registry import register
 

@@ -4,7 +4,7 @@ import pytest
 
 from roll_opd.extras.alarm.divergence_alarm import Remedies
 from roll_opd.extras.alarm.remedies import remedies
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 FOLLOWS, HINT, REFERENCE = "follows_student.ema_decay", "a more detailed hint", "use_kl_loss"
 

@@ -18,8 +18,8 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.extras.alarm.remedies import remedies
 from roll_opd.extras.cards.model_card import model_card
 from roll_opd.extras.cards.origin import base_model, cached, model_name
-from roll_opd.pipelines import history
-from roll_opd.planner.build import load_plan
+from roll_opd.pipelines import settings_history
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.tracking.summary import summarize
 
 MEASURED = [{"step": 0, "val_correct/all/mean": 0.25}, {"step": 20, "val_correct/all/mean": 0.75}]
@@ -54,12 +54,12 @@ def head_of(card: str) -> dict[str, Any]:
     return head
 
 
-def parts_of(plans: Sequence[RunPlan], ends: Sequence[int]) -> tuple[history.RunPart, ...]:
+def parts_of(plans: Sequence[RunPlan], ends: Sequence[int]) -> tuple[settings_history.RunPart, ...]:
     """The parts of a run that was resumed with each of `plans`."""
-    now = history.begun(plans[0])
+    now = settings_history.begun(plans[0])
     for plan, step in zip(plans[1:], ends, strict=False):
         saved = json.loads(json.dumps(now.as_json(step)))
-        now = history.continued(history.parts_of(saved, step), plan, step)
+        now = settings_history.continued(settings_history.parts_of(saved, step), plan, step)
     return now.up_to(ends[-1])
 
 
@@ -144,7 +144,7 @@ def test_each_part_of_a_run_has_its_own_settings() -> None:
 
 def test_a_part_of_unknown_settings() -> None:
     plan = load_plan("demo", "onpolicy_distill")
-    now = history.continued((history.RunPart(1, 30, None),), plan, 30)
+    now = settings_history.continued((settings_history.RunPart(1, 30, None),), plan, 30)
     card = model_card(plan, summarize([]), 60, now.up_to(60))
     assert f"| `{RATE}` | unknown | 0.0002 |" in card
 
@@ -194,8 +194,8 @@ def test_the_card_of_a_run_in_environments() -> None:
     assert rows["| `sequence_length`"] == ["320 |"] and "of 128 trajectories" in card
     assert "response_length" not in card and "num_return_sequences_in_group" not in card
     assert "|  | step 1 |" in card
-    now = history.continued(
-        history.parts_of(json.loads(json.dumps(history.begun(plans[0]).as_json(3))), 3), plans[1], 3
+    now = settings_history.continued(
+        settings_history.parts_of(json.loads(json.dumps(settings_history.begun(plans[0]).as_json(3))), 3), plans[1], 3
     )
     assert now.line == "Settings changed after step 3: sequence_length: 320 → 400"
     assert "|  | steps 1 to 3 | step 4 |" in model_card(plans[1], summarize([]), 4, now.up_to(4))
@@ -205,7 +205,7 @@ def test_the_card_has_no_address_of_a_teacher_without_devices() -> None:
     plan = load_plan("demo", "onpolicy_distill", [], pure=True)
     source: Any = SimpleNamespace(name="teacher", location="http://teacher.example:8000")
     plan = replace(plan, teachers=(replace(plan.teachers[0], source=source),))
-    card = model_card(plan, {}, 1, history.begun(plan).parts)
+    card = model_card(plan, {}, 1, settings_history.begun(plan).parts)
     assert "teacher `teacher`" in card and "example" not in card.partition("## Settings")[0]
     remedies(plan)
 

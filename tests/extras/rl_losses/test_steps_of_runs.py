@@ -10,8 +10,8 @@ from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.samples.sample import Sample, as_columns
-from roll_opd.tracking.metrics import reward_metrics, validation_metrics
-from roll_opd.tracking.opd_metrics import opd_metrics
+from roll_opd.tracking.reward_metrics import reward_metrics, validation_metrics
+from roll_opd.tracking.step_metrics import opd_metrics
 from tests.each import each
 
 

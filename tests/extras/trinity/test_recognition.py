@@ -11,12 +11,12 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.config import translators
 from roll_opd.extras.trinity.translation.recognition import is_trinity
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 
 DEMO = REPOSITORY / "examples" / "demo"
 PLANNED_APART = """
 import sys
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 load_plan({directory!r}, {name!r})
 print(sorted(name for name in sys.modules if name.startswith("roll_opd.extras.trinity.translation.")))
 """

@@ -21,7 +21,7 @@ from roll_opd.config.schema import Top, Worker, keys_of
 from roll_opd.extras.trinity.translation.keys import KEYS
 from roll_opd.extras.trinity.translation.reading import Machine
 from roll_opd.extras.trinity.translation.translate import translated
-from roll_opd.planner.build import load_plan
+from roll_opd.planner.load_plan import load_plan
 from roll_opd.planner.lora_keys import LINEAR
 from tests.pages import DOCS
 

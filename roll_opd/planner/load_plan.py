@@ -25,9 +25,17 @@ from roll_opd.models.flops import sequence_flops
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
-from roll_opd.planner import check_devices, check_files, check_values, parts, rollout_parts, row_plans, supervised_parts
+from roll_opd.planner import (
+    check_devices,
+    check_files,
+    check_values,
+    role_parts,
+    rollout_parts,
+    row_plans,
+    supervised_parts,
+)
 from roll_opd.planner.pipeline_choice import pipeline_keys
-from roll_opd.planner.read import Sections, read_sections
+from roll_opd.planner.read_sections import Sections, read_sections
 from roll_opd.planner.role_reader import RoleReader, choose_mode
 from roll_opd.planner.tracker_sections import read_trackers
 from roll_opd.tracking.secrets import without_secrets
@@ -155,7 +163,7 @@ def _common(loaded: LoadedConfig, top: Run, sections: Sections) -> dict[str, Any
         "checkpoint": CheckpointPlan(**shared(CheckpointKeys, top), resume=resume),
         "trackers": tuple(trackers),
         "tracker_args": FrozenDict(trackers),
-        "env": parts.environment(top),
+        "env": role_parts.environment(top),
         "chat_template_kwargs": row_plans.chat_variables(top, sections),
     }
 

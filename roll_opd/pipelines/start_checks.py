@@ -29,7 +29,7 @@ from roll_opd.models.adapter_files import read_adapter
 from roll_opd.models.model_info import read_model
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 from roll_opd.models.weight_files import lost_weights
-from roll_opd.pipelines import history
+from roll_opd.pipelines import settings_history
 from roll_opd.pipelines.check_machine import machine_problems, other_blocks
 from roll_opd.pipelines.check_user_code import check_user_code
 from roll_opd.pipelines.checkpoints import (
@@ -43,7 +43,7 @@ from roll_opd.pipelines.checkpoints import (
     find,
     instead_of,
 )
-from roll_opd.pipelines.history import History
+from roll_opd.pipelines.settings_history import History
 from roll_opd.pipelines.user_code import task_keys
 from roll_opd.rewards import reward_registry as rewards
 
@@ -76,12 +76,12 @@ def preflight(plan: RunPlan) -> Inputs:
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     if resumed and (damaged := damage(resumed.path)):
         raise CheckpointError(f"{damaged}; {instead_of(resumed.path)}")
-    settings = history.begun(plan)
+    settings = settings_history.begun(plan)
     if resumed:
-        settings = history.continued(history.parts_of(resumed.parts, resumed.step), plan, resumed.step)
-    problems = (
-        checkpoint_problems(plan, resumed) + history.optimizer_problems(settings, resumed.path) if resumed else []
-    )
+        earlier = settings_history.parts_of(resumed.parts, resumed.step)
+        settings = settings_history.continued(earlier, plan, resumed.step)
+    problems = checkpoint_problems(plan, resumed) if resumed else []
+    problems += settings_history.optimizer_problems(settings, resumed.path) if resumed else []
     problems += package_problems()
     if address := os.environ.get("RAY_ADDRESS"):  # an existing cluster is checked on joining
         problems += cluster_problems(address)

@@ -81,7 +81,7 @@ def reinforce(batch: RewardBatch, *, mean_cal_level: Level = None, std_cal_level
 def on_policy_distill(batch: RewardBatch) -> Normalised:
     """Return 0 for every sample, because rewards are ignored.
 
-    The training signal is the teachers' term, which `objective.loss` adds to each token.
+    The training signal is the teachers' term, which `objective.opd_loss` adds to each token.
     """
     rewards_B = batch.rewards_B.double()
     return Normalised.given(torch.zeros_like(rewards_B), rewards_B)

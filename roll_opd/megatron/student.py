@@ -14,13 +14,13 @@ from torch import Tensor
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.megatron.engine import LossFunction
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
-from roll_opd.megatron.learner import MegatronLearner, Update
 from roll_opd.megatron.model_builder import HeadModel, unwrapped
+from roll_opd.megatron.optimizer import MegatronLearner, Update
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.models.device_phases import Part
 from roll_opd.objective.divergences import ColumnSum, divergence, topk_divergence
 from roll_opd.objective.engine_evidence import SAMPLED_BY, engine_sums, tested_settings
-from roll_opd.objective.loss import opd_loss
+from roll_opd.objective.opd_loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES, policy_loss
 from roll_opd.objective.reverse_kl import sampled_mask
 from roll_opd.samples.sample import Sample
