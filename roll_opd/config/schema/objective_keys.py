@@ -115,7 +115,7 @@ class ImportanceWeight(Section):
     """`is_weight`: importance weights. A bound of null is no bound."""
 
     enabled: bool = key(False, "multiply the policy loss by the ratio of probabilities: training / inference")
-    method: Literal["tis", "icepop"] = key("tis", "tis: truncate weights; icepop: mask outside the bounds", OURS)
+    method: Literal["tis", "icepop"] = key("tis", "tis: truncate weights; icepop: mask those outside the bounds", OURS)
     weight_type: Level = key("token", "level at which weights are computed")
     lower_bound: NotNegative | None = key(None, "lower bound of the weights, used only by icepop; default: 0.5", OURS)
     upper_bound: AboveZero | None = key(None, "upper bound of the weights; default: 1.2 with tis, 5 with icepop")

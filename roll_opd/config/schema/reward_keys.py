@@ -51,4 +51,4 @@ class Reward(Term, RewardKeys):
     max_concurrency: Many | None = key(None, "number of concurrent calls in a process")
     terms: dict[Name, Term] = key({}, "further rewards (name: section), added to the domain's reward", OURS)
     query_filter_config: Filter = key(Filter(), "filter of groups of samples")
-    response_filter_config: Filter = key(Filter(), "filter of samples, removed with all of the same baseline")
+    response_filter_config: Filter = key(Filter(), "filter of samples, removed with those that share their baseline")

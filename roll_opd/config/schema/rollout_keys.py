@@ -96,7 +96,7 @@ class WorkflowKeys(Section):
         OURS,
     )
     endpoint_api_key: Name | None = key(None, "API key of all workflow calls; URL or header identify the call", OURS)
-    tool_call_parser: Name = key("hermes", "format of tool calls: a value of --tool-call-parser in vLLM", OURS)
+    tool_call_parser: Name = key("hermes", "format of tool calls: a value of vLLM's --tool-call-parser", OURS)
     on_workflow_error: Literal["drop", "replace", "stop"] = key(
         "drop",
         "workflow call that fails; drop: drop the call; replace: replace its group by another prompt; stop: end the"
@@ -167,7 +167,7 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
     max_running_requests: Positive | None = key(None, "maximum number of concurrent requests of all engines")
     is_use_additional_prompts: bool = key(False, "answer more prompts than a step needs, in case of filters")
-    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(16, "maximum additional prompts")
+    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(16, "most additional prompts at once")
     pg_variant: str | None = key(None, "policy loss, if the student's role sets neither pg_variant nor worker_cls")
     importance_sampling: str | None = key(None, "ratio of the policy loss; token: per token; seq: per sequence")
     responses: int = derived(1)  # per prompt
