@@ -20,8 +20,12 @@ class ReinforcementKeys(Section):
 
     gamma: Fraction = key(1.0, "discount of later rewards")
     lambd: Fraction = key(0.95, "lambda of gae")
-    whiten_rewards: bool = key(False, "normalise token rewards to mean 0 and deviation 1 over a domain's samples")
-    whiten_advantages: bool = key(False, "normalise advantages to mean 0 and deviation 1 over a domain's samples")
+    whiten_rewards: bool = key(
+        False, "shift and scale token rewards to mean 0 and standard deviation 1 over a domain's samples"
+    )
+    whiten_advantages: bool = key(
+        False, "shift and scale advantages to mean 0 and standard deviation 1 over a domain's samples"
+    )
     norm_mean_type: Literal["batch", "group", "running"] | None = key(
         None, "set of samples over which the mean reward is computed; the mean is subtracted from each reward"
     )
@@ -31,8 +35,14 @@ class ReinforcementKeys(Section):
     reward_clip: AboveZero | None = key(None, "bound on the absolute value of normalised rewards and of token rewards")
     kl_loss_coef: NotNegative = key(0.0, "weight of the KL to the reference policy in the loss, with use_kl_loss")
     kl_penalty: str = key("kl", "estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3), abs, full")
-    target_kl: AboveZero | None = key(None, "target of the token-level KL, for an adaptive coefficient; null: fixed")
-    kl_horizon: Positive = key(10000, "with target_kl: samples in which the coefficient changes by at most 20 %")
+    target_kl: AboveZero | None = key(
+        None,
+        "target of the token-level KL; the coefficient of the KL is adapted to reach it. null: the coefficient"
+        " is fixed",
+    )
+    kl_horizon: Positive = key(
+        10000, "speed of the adaptive coefficient: it changes by at most 20 % in this number of samples (target_kl)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +51,21 @@ class DistillationKeys(Section):
 
     opd_objective: Literal["sampled", "topk", "full"] = key(
         "sampled",
-        "the teachers' term; sampled: an advantage of the sampled tokens; topk: a term of the loss over the top-k"
-        " tokens of each position; full: a term of the loss over the whole vocabulary",
+        "form of the teachers' term; sampled: an advantage that is computed from the sampled tokens; topk: a"
+        " term of the loss over the top-k tokens of each position; full: a term of the loss over the whole"
+        " vocabulary",
         OURS,
     )
-    opd_divergence: str = key("reverse_kl", "divergence of topk and full: a name in objective.divergences", OURS)
+    opd_divergence: str = key(
+        "reverse_kl", "divergence in the loss (topk and full): a name in objective.divergences", OURS
+    )
     opd_topk: Positive = key(64, "with opd_objective topk: number of tokens that are compared in each position", OURS)
-    opd_topk_source: Literal["teacher", "student"] = key("teacher", "topk: whose most likely tokens are compared", OURS)
-    opd_jsd_beta: Fraction = key(0.5, "with jsd: weight of the teacher in the mixture of teacher and student", OURS)
+    opd_topk_source: Literal["teacher", "student"] = key(
+        "teacher", "with opd_objective topk: the model whose most likely tokens are compared", OURS
+    )
+    opd_jsd_beta: Fraction = key(
+        0.5, "with divergence jsd: weight of the teacher in the mixture of teacher and student", OURS
+    )
     opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = key(
         0.1, "with a skewed divergence KL(p || m): weight of p in the mixture m of student and teacher", OURS
     )
@@ -59,23 +76,44 @@ class SampleKeys(Section):
     """Masks and weights of a step's samples; the formulas are in `objective.filters`."""
 
     max_len_mask: bool = key(False, "mask responses of the maximum length")
-    difficulty_mask: bool = key(False, "mask prompts whose mean reward is not between the two thresholds")
-    difficulty_low_threshold: Number = key(0.0, "with difficulty_mask: the mean reward of a prompt must be above this")
-    difficulty_high_threshold: Number = key(1.0, "with difficulty_mask: the mean reward of a prompt must be below this")
-    error_max_len_clip: bool = key(False, "mask samples with a reward other than 1, but no short response with 0")
+    difficulty_mask: bool = key(
+        False, "mask prompts whose mean reward is not between difficulty_low_threshold and difficulty_high_threshold"
+    )
+    difficulty_low_threshold: Number = key(
+        0.0, "with difficulty_mask: the mean reward of a prompt must be above this value"
+    )
+    difficulty_high_threshold: Number = key(
+        1.0, "with difficulty_mask: the mean reward of a prompt must be below this value"
+    )
+    error_max_len_clip: bool = key(
+        False, "mask samples with a reward other than 1; short responses with a reward of 0 are not masked"
+    )
     error_max_len_threshold: Annotated[int, Field(ge=1)] = key(
         9999999999, "with error_max_len_clip: a response with fewer tokens than this number counts as short"
     )
-    difficulty_loss_weight: bool = key(False, "weight a sample's policy loss by 0.5 + 1.5 x the difficulty in its row")
-    length_loss_weight: bool = key(False, "weight policy losses from 1.5 (shortest response of an update) to 0.5")
-    rl_loss_coef: Number = key(1.0, "weight of policy loss and KL loss, not of entropy and divergence")
+    difficulty_loss_weight: bool = key(
+        False,
+        "weight each sample's policy loss by 0.5 + 1.5 x difficulty; the difficulty, from 0 to 1, is read from"
+        " the sample's row",
+    )
+    length_loss_weight: bool = key(
+        False,
+        "weight each sample's policy loss by the length of its response: from 1.5 for the shortest response of"
+        " an update to 0.5 for the longest response",
+    )
+    rl_loss_coef: Number = key(
+        1.0,
+        "weight of the policy loss and of the KL loss; the entropy and the teachers' divergence do not get this weight",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepKeys(Section):
     """Keys of advantages that compare the steps of a trajectory."""
 
-    step_reward_gamma: Fraction = key(0.95, "with gigpo or step_reinforce: discount of the rewards of later steps")
+    step_reward_gamma: Fraction = key(
+        0.95, "with gigpo or step_reinforce: discount factor of the rewards of later steps"
+    )
     episode_reward_weight: Number = key(1.0, "with gigpo: weight of the advantage that compares whole trajectories")
     step_reward_weight: Number = key(1.0, "with gigpo: weight of the advantage that compares steps from the same state")
 
@@ -84,19 +122,32 @@ class StepKeys(Section):
 class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     """Keys of the objective; the formulas are in `roll_opd.objective`."""
 
-    advantage_clip: AboveZero | None = key(None, "bound on the absolute value of advantages, teachers' term included")
+    advantage_clip: AboveZero | None = key(
+        None, "bound on the absolute value of advantages; applied after the teachers' term is added"
+    )
     entropy_loss_coef: Number = key(0.0, "weight of the entropy in the loss")
     pg_clip: NotNegative = key(0.2, "distance from 1 at which the ratio is clipped")
     pg_clip_low: NotNegative | None = key(None, "distance below 1 at which the ratio is clipped; default: pg_clip")
     pg_clip_high: NotNegative | None = key(None, "distance above 1 at which the ratio is clipped; default: pg_clip")
-    opd_kl_discount: Fraction = key(0.0, "discount of later tokens' reverse KL in a token's; 0: not added", OURS)
-    opd_chunk_credit: Literal["prefix", "whole", "with_previous", "mean", "share"] = key(
-        "prefix",
-        "credit of a token if the teacher has another tokenizer; prefix: compare both in every token; other values:"
-        " assign the reverse KL of a chunk of tokens to its tokens (see objective.reverse_kl)",
+    opd_kl_discount: Fraction = key(
+        0.0,
+        "discount factor with which the reverse KL of later tokens is added to a token's reverse KL; 0: later"
+        " tokens are not added",
         OURS,
     )
-    opd_advantage_fn: str = key("reverse_kl", "function that subtracts the reverse KL: a name, or a dotted path", OURS)
+    opd_chunk_credit: Literal["prefix", "whole", "with_previous", "mean", "share"] = key(
+        "prefix",
+        "credit of a token if the teacher has another tokenizer; prefix: compare student and teacher in every"
+        " token; other values: compare them in chunks of tokens, and assign the reverse KL of a chunk to its"
+        " tokens (see objective.reverse_kl)",
+        OURS,
+    )
+    opd_advantage_fn: str = key(
+        "reverse_kl",
+        "function that subtracts the teachers' reverse KL from the advantages: reverse_kl, a registered name, or a"
+        " dotted path",
+        OURS,
+    )
     opd_advantage_fn_args: dict[str, Any] = key({}, "arguments of opd_advantage_fn", OURS)
     ppo_epochs: Positive = key(1, "number of passes over a step's samples")
 
@@ -107,15 +158,23 @@ class CriticKeys(Section):
 
     critic_warmup: Count = key(0, "number of steps at the start of a run that train only the critic")
     critic_epochs: Positive = key(1, "number of passes of the critic over a step's samples", OURS)
-    value_clip: AboveZero | None = key(None, "maximum distance of values in the loss from those before the update")
+    value_clip: AboveZero | None = key(
+        None,
+        "clip the critic's values in the loss to at most this distance from the values before the update; null:"
+        " not clipped",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceWeight(Section):
     """`is_weight`: importance weights. A bound of null is no bound."""
 
-    enabled: bool = key(False, "multiply the policy loss by the ratio of probabilities: training / inference")
-    method: Literal["tis", "icepop"] = key("tis", "tis: truncate weights; icepop: mask those outside the bounds", OURS)
+    enabled: bool = key(
+        False, "multiply the policy loss by the ratio of the training engine's and the inference engine's probabilities"
+    )
+    method: Literal["tis", "icepop"] = key(
+        "tis", "tis: truncate weights at the upper bound; icepop: mask tokens whose weight is outside the bounds", OURS
+    )
     weight_type: Level = key("token", "level at which weights are computed")
     lower_bound: NotNegative | None = key(None, "lower bound of the weights, used only by icepop; default: 0.5", OURS)
     upper_bound: AboveZero | None = key(None, "upper bound of the weights; default: 1.2 with tis, 5 with icepop")
@@ -128,10 +187,14 @@ class TokenFilter(Section):
 
     enabled: bool = key(False, "whether the filter is applied")
     agg_type: Level = key("token", "level at which the two engines' probabilities are compared")
-    ratio_enabled: bool = key(True, "mask tokens by the ratio of probabilities: training / inference engine")
+    ratio_enabled: bool = key(
+        True, "whether to mask tokens by the ratio of the probabilities: training engine / inference engine"
+    )
     ratio_low: NotNegative | None = key(0.8, "lower bound")
     ratio_high: NotNegative | None = key(1.2, "upper bound")
-    diff_enabled: bool = key(False, "mask tokens by the difference of probabilities: training - inference")
+    diff_enabled: bool = key(
+        False, "whether to mask tokens by the difference of the probabilities: training engine - inference engine"
+    )
     diff_low: Number | None = key(-0.2, "lower bound")
     diff_high: Number | None = key(0.2, "upper bound")
 
@@ -144,7 +207,7 @@ class TrainInferCorrection(Section):
     filters: Several[TokenFilter] = key((), "masks of tokens")
     negatives_delta: AboveZero | None = key(
         None,
-        "mask tokens with a negative advantage if the inference engine's log-prob exceeds the training engine's by"
-        " more than this, averaged over the sequence; null: not used",
+        "mask tokens with a negative advantage if, on average over the sequence, the inference engine's"
+        " log-prob exceeds the training engine's by more than this value; null: not used",
         OURS,
     )

@@ -15,15 +15,21 @@ class Filter(Section):
     """`query_filter_config` and `response_filter_config`."""
 
     type: str = key("no_filter", "no_filter, mean_filter or std_filter")
-    filter_args: dict[str, Threshold] = key({}, "threshold_up and threshold_down (mean_filter), or std_threshold")
+    filter_args: dict[str, Threshold] = key(
+        {}, "thresholds of the filter: threshold_up and threshold_down (mean_filter), or std_threshold (std_filter)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term(Section):
     """`rewards.<domain>.terms.<name>`: a term of a reward. Other keys are arguments of the term."""
 
-    worker_cls: str | None = key(None, "a built-in reward, ROLL's class, or a dotted path; default: the domain's name")
-    weight: Number = key(1.0, "weight of this term in the domain's reward, the weighted sum of its terms", OURS)
+    worker_cls: str | None = key(
+        None, "a built-in reward, ROLL's class path, or a dotted path; default: the domain's name"
+    )
+    weight: Number = key(
+        1.0, "weight of this term in the domain's reward, which is the weighted sum of its terms", OURS
+    )
     timeout: AboveZero | None = key(None, "time limit per sample, s", OURS)
     args: dict[str, Any] = key({}, "further arguments", OURS)
 
@@ -35,8 +41,8 @@ class RewardKeys(Section):
     world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes", also="num_workers")
     on_error: Literal["zero", "drop", "replace", "stop"] = key(
         "stop",
-        "sample whose reward fails; zero: the reward is 0; drop: drop the sample; replace: replace the group of the"
-        " sample by another prompt; stop: end the run",
+        "what to do with a sample whose reward fails; zero: the reward is 0; drop: drop the sample; replace:"
+        " drop the group of the sample and take another prompt; stop: end the run",
         OURS,
     )
 
@@ -51,4 +57,7 @@ class Reward(Term, RewardKeys):
     max_concurrency: Many | None = key(None, "number of concurrent calls in a process")
     terms: dict[Name, Term] = key({}, "further rewards (name: section), added to the domain's reward", OURS)
     query_filter_config: Filter = key(Filter(), "filter of groups of samples")
-    response_filter_config: Filter = key(Filter(), "filter of samples, removed with those that share their baseline")
+    response_filter_config: Filter = key(
+        Filter(),
+        "filter of single samples; if a sample is rejected, all samples with the same baseline are removed too",
+    )

@@ -25,31 +25,61 @@ class RolloutKeys(Section):
     """Keys of a step's rollout."""
 
     rollout_batch_size: Many = key(128, "number of prompts in a step")
-    logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(4, "samples per step in samples.jsonl", OURS)
-    async_generation_ratio: Versions = key(0, "maximum age of a trained token, in weight versions; 0: not async")
-    async_depth: Positive | None = key(None, "batches generated ahead; default: async_generation_ratio, up to 2", OURS)
-    on_weight_update: Literal["wait", "continue"] = key(
-        "continue",
-        "with async_generation_ratio, for answers that are being generated; wait: finish them before the update;"
-        " continue: continue them with the new weights and a recomputed KV cache",
+    logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
+        4, "number of samples per step that are written to samples.jsonl", OURS
+    )
+    async_generation_ratio: Versions = key(
+        0,
+        "maximum age of a token in training: the number of weight versions by which the weights that sampled"
+        " the token may be older than the student; 0: generation and training take turns",
+    )
+    async_depth: Positive | None = key(
+        None,
+        "number of batches that may be generated while an earlier batch is in training; default:"
+        " async_generation_ratio, but at most 2",
         OURS,
     )
-    validation_engines: Count = key(0, "with async rollouts: engines reserved for validation; 0: training waits", OURS)
-    min_batch_fraction: Fraction = key(0.0, "share of a step's runs that must not fail; otherwise training ends", OURS)
-    max_lost_workers: Count | None = key(None, "maximum lost processes of a reward domain or the workflow", OURS)
+    on_weight_update: Literal["wait", "continue"] = key(
+        "continue",
+        "with async_generation_ratio: what to do at a weight update with answers that are being generated;"
+        " wait: finish the answers before the update; continue: continue the answers with the new weights and a"
+        " recomputed KV cache",
+        OURS,
+    )
+    validation_engines: Count = key(
+        0,
+        "with async_generation_ratio: number of engines that are reserved for validation, so that training does not"
+        " wait for a validation; 0: validation uses all engines",
+        OURS,
+    )
+    min_batch_fraction: Fraction = key(
+        0.0,
+        "minimum fraction of a step's runs that must not fail; if more runs fail, training ends before the update",
+        OURS,
+    )
+    max_lost_workers: Count | None = key(
+        None,
+        "maximum number of processes that may be lost, for each reward domain and for the workflow; if more are"
+        " lost, training ends; default: no limit",
+        OURS,
+    )
     weight_sync: Literal["auto", "shared_memory"] = key(
         "auto",
-        "transport of new weights; auto: CUDA IPC, NCCL or shared memory; shared_memory: always the latter",
+        "transport of new weights to the engines; auto: CUDA IPC, NCCL or shared memory, depending on the"
+        " devices of student and engines; shared_memory: always through the hosts' memory",
         OURS,
     )
     engine_check: bool | Literal["warn"] = key(
         True,
-        "test in each step whether the engine samples from the student; true: end the run if it does not; warn:"
-        " report the problem and continue",
+        "test in each step whether the inference engine samples from the student, and compare their log-probs; true:"
+        " end the run if it does not; warn: report the problem and continue",
         OURS,
     )
     teacher_preflight: bool | Literal["warn"] = key(
-        True, "check each teacher before the first update; true: end the run if a check fails; warn: report it", OURS
+        True,
+        "check each teacher on the first samples, before the first update; true: end the run if a check fails;"
+        " warn: report the problem and continue",
+        OURS,
     )
     allow_self_teacher: bool = key(False, "accept a teacher with the same weights as the student", OURS)
 
@@ -62,7 +92,9 @@ class Validation(Section):
     ignored = (roll.IGNORED_WORKER | keys_of(Worker).keys() | {"eval_steps"}) - {"data_args", "generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "sampling of the answers")
-    evaluate_teacher: bool = key(False, "score also the teacher's answers to the held-out prompts, once", OURS)
+    evaluate_teacher: bool = key(
+        False, "let the teacher answer the held-out prompts once, and score its answers for comparison", OURS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +108,22 @@ class Demonstrations(PromptColumns):
 class WorkflowKeys(Section):
     """The workflow that processes a row, for tasks that need more than one answer per row."""
 
-    workflow: Name | None = key(None, "a workflow's name or dotted path; default: one answer per prompt", OURS)
+    workflow: Name | None = key(
+        None, "the workflow: a name or a dotted path; default: no workflow, one answer per prompt", OURS
+    )
     workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
-    workflow_reward: Name | None = key(None, "its reward function (task.reward_fn): a name or a dotted path", OURS)
+    workflow_reward: Name | None = key(
+        None, "the workflow's reward function (task.reward_fn): a registered name or a dotted path", OURS
+    )
     workflow_reward_args: dict[str, Any] = key({}, "arguments of that function", OURS)
-    plugin_dir: Name | None = key(None, "directory whose modules are imported, for example with workflows", OURS)
+    plugin_dir: Name | None = key(
+        None, "directory whose Python modules are imported, for example to register workflows", OURS
+    )
     prompt_key: Name = key("prompt", "column whose value is task.task_desc", OURS)
     response_key: Name = key("ground_truth", "column of the ground truth, which is task.truth in the workflow", OURS)
-    reply_prefix: str | None = key(None, "task.format_args.reply_prefix: the start of every answer", OURS)
+    reply_prefix: str | None = key(
+        None, "task.format_args.reply_prefix: the words with which every answer starts", OURS
+    )
     workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "number of processes that run the workflow", OURS)
     workflow_concurrency: Many = key(128, "number of concurrent workflow calls in each process", OURS)
     workflow_timeout: AboveZero = key(600.0, "time limit of a workflow call, s", OURS)
@@ -91,16 +131,23 @@ class WorkflowKeys(Section):
     endpoint_host: Name = key("127.0.0.1", "address of this machine at which OpenAI clients reach the policy", OURS)
     endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
         0,
-        "port of the endpoint in the first workflow process, opened at its first use; the next process uses the"
-        " next port; 0: any free port",
+        "port of the endpoint in the first workflow process; the next process uses the next port, and so on; 0:"
+        " each process uses any free port. A port is opened when the endpoint is used first",
         OURS,
     )
-    endpoint_api_key: Name | None = key(None, "API key of all workflow calls; URL or header identify the call", OURS)
-    tool_call_parser: Name = key("hermes", "format of tool calls: a value of vLLM's --tool-call-parser", OURS)
+    endpoint_api_key: Name | None = key(
+        None,
+        "one API key that all workflow calls share; if it is set, the URL or a header of a request identifies"
+        " the workflow call",
+        OURS,
+    )
+    tool_call_parser: Name = key(
+        "hermes", "format of tool calls: a name that vLLM accepts for --tool-call-parser", OURS
+    )
     on_workflow_error: Literal["drop", "replace", "stop"] = key(
         "drop",
-        "workflow call that fails; drop: drop the call; replace: replace its group by another prompt; stop: end the"
-        " run",
+        "what to do with a workflow call that fails; drop: drop the call; replace: drop the group of the call"
+        " and take another prompt; stop: end the run",
         OURS,
     )
 
@@ -127,49 +174,81 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     max_steps: Positive = key(500, "steps of the run")
     prompt_length: Positive = key(1024, "maximum tokens of a prompt")
     response_length: Positive | None = key(None, "maximum tokens of a response")
-    sequence_length: Positive | None = key(None, "maximum tokens of prompt plus response, instead of response_length")
+    sequence_length: Positive | None = key(
+        None, "maximum tokens of a prompt plus its response; used in place of response_length"
+    )
     val_prompt_length: Positive | None = key(None, "maximum tokens of a validation prompt")
     val_sequence_length: Positive | None = key(None, "maximum tokens of a validation prompt plus its answer")
     num_return_sequences_in_group: Many | None = key(None, "number of responses to a prompt")
     validation: Validation | None = key(None, "held-out prompts, which the student answers every eval_steps steps")
-    demonstrations: Demonstrations | None = key(None, "rows with answers that are trained on as well", OURS)
-    expert_data_ratio: Fraction | None = key(None, "share of demonstrations in an update; default: the algori", TRINITY)
+    demonstrations: Demonstrations | None = key(
+        None, "rows with answers, on which the student is trained in addition to its samples", OURS
+    )
+    expert_data_ratio: Fraction | None = key(
+        None, "fraction of demonstrations in an update; default: set by the algorithm", TRINITY
+    )
     is_pure_opd: bool = key(False, "train on the teachers' log-probs only")
     use_opd: bool = key(False, "train on the teachers' log-probs and on rewards")
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] = key("rlvr", "rlvr: prompts; agentic: environments")
     opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
-    opd_use_policy_gradient: bool | None = key(None, "accepted if it agrees with opd_objective", OURS)
+    opd_use_policy_gradient: bool | None = key(
+        None, "accepted if it agrees with opd_objective, which selects the form of the teachers' term", OURS
+    )
     teacher_tokenizer_check: Literal["strict", "warn", "align"] = key(
         "strict",
-        "ids that are different tokens for student and teacher; strict: refuse the run; warn: log a warning; align:"
-        " align the tokens of the two tokenizers by their bytes",
+        "what to do if an id is a different token for student and teacher; strict: refuse the run; warn: log a"
+        " warning; align: align the tokens of the two tokenizers by their bytes",
         OURS,
     )
     adv_estimator: str | None = key(None, "estimator of advantages; default gae")
-    advantage_fn: str | None = key(None, "Trinity-RFT's key for adv_estimator: a name, or a dotted path", TRINITY)
+    advantage_fn: str | None = key(
+        None, "Trinity-RFT's key for adv_estimator: a built-in or registered name, or a dotted path", TRINITY
+    )
     advantage_fn_args: dict[str, Any] = key({}, "arguments of the advantage", TRINITY)
-    policy_loss: str | None = key(None, "the policy loss; default: importance_sampling if pure, otherwise ppo", OURS)
-    policy_loss_fn: str | None = key(None, "Trinity-RFT's key for policy_loss: a name, or a dotted path", TRINITY)
+    policy_loss: str | None = key(
+        None, "the policy loss; default: importance_sampling in pure distillation, ppo in other runs", OURS
+    )
+    policy_loss_fn: str | None = key(
+        None, "Trinity-RFT's key for policy_loss: a built-in or registered name, or a dotted path", TRINITY
+    )
     policy_loss_fn_args: dict[str, Any] = key({}, "arguments of the loss", TRINITY)
     use_pg_clip_range: bool | None = key(
         None,
-        "use pg_clip_low and pg_clip_high in place of pg_clip; default: true only if the loss is selected by a key"
-        " that ROLL does not have",
+        "use pg_clip_low and pg_clip_high in place of pg_clip; default: false as in ROLL, but true if the loss"
+        " is selected by a key that ROLL does not have",
     )
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
         False, "bound on the loss of tokens with a negative advantage: a number, or true for 1 + 2 x pg_clip"
     )
-    enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even if it needs none")
+    enable_old_logprobs_recompute: bool = key(
+        False, "compute log-probs before the update even if the update does not need them"
+    )
     train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "correction of log-probs")
     use_kl_loss: bool | None = key(None, "add to the loss a KL term between student and reference policy")
-    kl_loss_fn: str | None = key(None, "estimator of the KL loss: none, or one of objective.reference_kl", TRINITY)
-    add_token_level_kl: bool = key(False, "subtract the KL to the reference policy from each token's reward")
+    kl_loss_fn: str | None = key(
+        None, "estimator of the KL loss: none, or a name in objective.reference_kl; default: low_var_kl", TRINITY
+    )
+    add_token_level_kl: bool = key(
+        False, "subtract the KL between student and reference policy from each token's reward"
+    )
     init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
-    max_running_requests: Positive | None = key(None, "maximum number of concurrent requests of all engines")
-    is_use_additional_prompts: bool = key(False, "answer more prompts than a step needs, in case of filters")
-    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(16, "most additional prompts at once")
-    pg_variant: str | None = key(None, "policy loss, if the student's role sets neither pg_variant nor worker_cls")
-    importance_sampling: str | None = key(None, "ratio of the policy loss; token: per token; seq: per sequence")
+    max_running_requests: Positive | None = key(
+        None, "maximum number of concurrent requests, as a sum over all engines"
+    )
+    is_use_additional_prompts: bool = key(
+        False, "answer more prompts than a step needs, in case filters reject some prompts"
+    )
+    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(
+        16, "maximum concurrent additional prompts"
+    )
+    pg_variant: str | None = key(
+        None,
+        "policy loss; used only if the student's role sets neither pg_variant nor worker_cls. ROLL reads only"
+        " the keys of the role",
+    )
+    importance_sampling: str | None = key(
+        None, "ratio of the policy loss; token: one ratio for each token; seq: one ratio for each sequence"
+    )
     responses: int = derived(1)  # per prompt
     response_tokens: int | None = derived(None)  # of the longest response; None: a problem was reported
     held_out_tokens: int | None = derived(None)  # of the longest response in validation; None: as in training

@@ -43,18 +43,39 @@ class RunKeys(Section):
     """Keys of every pipeline whose values reach the plan unchanged."""
 
     output_dir: str = key("./output", "directory in which the run's directory <exp_name>/<run> is created")
-    logging_dir: str | None = key(None, "directory of a copy of the run's logs: <exp_name>-<run>/console.log and ray/")
+    logging_dir: str | None = key(
+        None, "directory in which a copy of the run's logs is written: <exp_name>-<run>/console.log and ray/"
+    )
     seed: Seed = key(42, "seed of sampling, row order and new weights")
     deterministic: bool = key(False, "every run gives bitwise equal results; this takes more time", OURS)
     logging_steps: Positive = key(1, "number of steps between two log lines on the console")
     eval_steps: Count = key(10, "steps between validations; 0: never")
-    device_memory_gb: AboveZero | None = key(None, "memory of a device, GiB, into which a plan must fit", OURS)
-    is_offload_states: bool | None = key(None, "release devices that another role uses; default: true on GPUs")
+    device_memory_gb: AboveZero | None = key(
+        None,
+        "memory of a device, GiB, which the planner compares with its estimate: a plan that does not fit is"
+        " refused, and a plan that may not fit gets a warning; default: the memory of this machine's devices",
+        OURS,
+    )
+    is_offload_states: bool | None = key(
+        None, "release a role's device memory while another role uses the devices; default: true on GPUs"
+    )
     startup_timeout_s: AboveZero = key(1800.0, "time limit for starting each part of a run, s", OURS)
-    server_timeout_s: NotNegative = key(5.0, "how long a run waits at its start for its servers, s", OURS)
-    shutdown_timeout_s: NotNegative = key(120.0, "time after SIGTERM for the step and a checkpoint, s", OURS)
+    server_timeout_s: NotNegative = key(
+        5.0,
+        "how long a run waits at its start for a server that accepts no connections (of a teacher, judge, remote"
+        " reward, environment or auxiliary model), s",
+        OURS,
+    )
+    shutdown_timeout_s: NotNegative = key(
+        120.0, "time limit after SIGTERM for finishing the step and writing a checkpoint, s", OURS
+    )
     host_timeout_s: AboveZero = key(600.0, "how long hosts wait for a missing host, s", OURS)
-    stall_timeout_s: AboveZero | None = key(None, "time without progress after which a run ends, s", OURS)
+    stall_timeout_s: AboveZero | None = key(
+        None,
+        "time without progress after which a run ends, s; the error lists what the run was waiting for."
+        " default: no limit",
+        OURS,
+    )
     max_restarts: Count = key(0, "how many times a failed run restarts from its last checkpoint", OURS)
 
 
@@ -62,8 +83,17 @@ class RunKeys(Section):
 class ChatKeys(Section):
     """Keys of the prompts that the student reads."""
 
-    system_prompt: str | None = key(None, "system message of conversations (task.format_args) without one", OURS)
-    chat_template_kwargs: dict[str, Any] = key({}, "variables of chat templates, such as enable_thinking: false", OURS)
+    system_prompt: str | None = key(
+        None,
+        "system message of every conversation that has none; with a workflow, task.format_args.system_prompt",
+        OURS,
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "variables of the chat templates, such as enable_thinking: false; a row's own chat_template_kwargs take"
+        " precedence",
+        OURS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,27 +110,41 @@ class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
     exp_name: str | None = key(None, "name of the experiment; default: the file's name")
     system_envs: Environment = key({}, "environment variables of all processes")
     track_with: Texts = key(("tensorboard",), "trackers: built-in names or dotted paths")
-    tracker_kwargs: dict[str, Any] = key({}, "arguments of the tracker; of several: a map from names to arguments")
+    tracker_kwargs: dict[str, Any] = key(
+        {}, "arguments of the tracker; for several trackers, a map from names to arguments"
+    )
     num_nodes: Many | None = key(None, "number of nodes; default: the number that the device mappings need")
     num_gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = key(
         8,
-        "devices per node; on a machine without GPUs, slots that share the cores. If no role has a device_mapping,"
-        " the default is the number of this machine's GPUs, or two slots",
+        "number of devices per node; on a machine without GPUs, devices are slots that share the cores. If no"
+        " role has a device_mapping, the default is the number of this machine's GPUs, or two slots",
     )
     max_steps: Positive | None = key(500, "steps of the run")
     resume_from_checkpoint: bool | str = key(
         False,
-        "true: resume from the experiment's newest checkpoint; or the directory of an experiment, run or checkpoint",
+        "checkpoint from which the run resumes: true for the newest checkpoint of the experiment, or the"
+        " directory of an experiment, of a run or of a checkpoint",
     )
     max_grad_norm: NotNegative = key(1.0, "maximum gradient norm; 0: no clipping")
     pretrain: str | None = key(None, "model of all roles that do not set model_name_or_path")
     global_template: str | None = key(None, "template of the prompts whose tag is not in tag_to_template")
     tag_to_template: dict[str, str] = key({}, "map from a tag to the template of the prompts with that tag", OURS)
-    algorithm_type: str | None = key(None, "entry of the table of algorithms, with defaults of other keys", TRINITY)
+    algorithm_type: str | None = key(
+        None, "name of an entry in the table of algorithms; the entry sets the defaults of other keys", TRINITY
+    )
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
-    ) = key(None, "how token losses are aggregated; default: that of the policy loss, or seq-mean-token-mean")
-    strict_strategies: bool = key(False, "refuse a strategy or precision without counterpart, not replace it", OURS)
+    ) = key(
+        None,
+        "how token losses are aggregated; default: the mode that the policy loss defines; if it defines none,"
+        " seq-mean-token-mean",
+    )
+    strict_strategies: bool = key(
+        False,
+        "true: refuse a strategy or precision that is not available; false: use the nearest available strategy"
+        " or precision",
+        OURS,
+    )
 
     @property
     def longest(self) -> int:

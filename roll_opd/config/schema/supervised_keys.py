@@ -20,7 +20,9 @@ class EpochArgs(TrainingArgs):
     """`training_args` of a run that trains on rows with answers. Batch sizes are numbers of rows."""
 
     ignored = roll.IGNORED_TRAINING_ARGS - {"num_train_epochs"}
-    num_train_epochs: AboveZero | None = key(None, "number of passes over the rows, if max_steps is not set, or is -1")
+    num_train_epochs: AboveZero | None = key(
+        None, "number of passes over the rows; used if max_steps is not set, or is -1"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,9 @@ class Supervised(Run):
     has_reference: ClassVar[bool] = False  # whether the loss compares with a frozen policy
     loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss
 
-    max_steps: Annotated[int, Field(ge=-1)] | None = key(None, "steps of the run; -1: computed from num_train_epochs")
+    max_steps: Annotated[int, Field(ge=-1)] | None = key(
+        None, "number of steps of the run; -1: the number is computed from num_train_epochs"
+    )
     sequence_length: Positive = key(1024, "maximum tokens of a prompt and its answer")
     train_batch_size: Many | None = key(None, "rows per step; default: the rows of one update", OURS)
     validation: HeldOut | None = key(None, "held-out rows for measuring the loss")
@@ -103,7 +107,8 @@ class Dpo(Supervised):
     label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "assumed fraction of wrong preferences")
     kl_loss_coef: NotNegative | None = key(
         None,
-        "weight of a KL loss (k2) to the reference policy; default: 0.001 if algorithm_type is dpo, otherwise 0",
+        "weight of a KL loss (estimator k2) between the student and the reference policy; default: 0.001 if"
+        " algorithm_type is dpo, otherwise 0",
         TRINITY,
     )
     ipo: bool = key(False, "whether to use the IPO loss; true is not available yet")
@@ -123,10 +128,21 @@ class Dpo(Supervised):
 class FileTeacher(Section):
     """`teacher` of pipeline `offline_distill`: parquet files of answers with a teacher's scores."""
 
-    files: Names = key((), "parquet files, or their directory, of `roll-opd score`, Lightning-OPD, DistillKit", OURS)
-    name: Name | None = key(None, "name that the teacher must have in every row; default: not checked", OURS)
-    sft_teacher: Name | None = key(None, "teacher of the student's fine-tuning; the files must have its scores", OURS)
-    compression: Name | None = key(None, "DistillKit's compression_config.yaml; default: next to the files", OURS)
+    files: Names = key(
+        (), "parquet files (or a directory of them) from `roll-opd score`, Lightning-OPD or DistillKit", OURS
+    )
+    name: Name | None = key(
+        None, "name that the teacher must have in every row; default: the name is not checked", OURS
+    )
+    sft_teacher: Name | None = key(
+        None,
+        "name of the teacher on whose answers the student was fine-tuned; the run checks that the files have"
+        " scores of the same teacher",
+        OURS,
+    )
+    compression: Name | None = key(
+        None, "DistillKit's compression_config.yaml; default: the file next to the teacher files", OURS
+    )
     opd_kl_coef: NotNegative = key(1.0, "weight of the teacher", OURS)
 
 
@@ -144,19 +160,33 @@ class OfflineDistill(Supervised):
     validation: HeldOut | None = key(None, "held-out teacher files, in data_args.file_name")
     opd_objective: Literal["sampled", "topk"] = key(
         "topk",
-        "topk: a divergence over the teacher's most likely tokens; sampled: an advantage of the answers' tokens,"
-        " which the student must have sampled, as in Lightning-OPD",
+        "topk: a divergence over the teacher's most likely tokens; sampled: an advantage that is computed from"
+        " the tokens of the answers, as in Lightning-OPD. For sampled, the student must have sampled the"
+        " answers",
         OURS,
     )
     opd_divergence: str = key("forward_kl", "divergence in the loss (topk): a name in objective.divergences", OURS)
-    opd_topk: Positive | None = key(None, "likeliest tokens to use in each position (topk); default: all", OURS)
+    opd_topk: Positive | None = key(
+        None,
+        "number of tokens to use in each position (topk), starting with the most likely token; default: all"
+        " tokens in the file",
+        OURS,
+    )
     opd_jsd_beta: Fraction = key(0.5, DistillationKeys.__dataclass_fields__["opd_jsd_beta"].metadata["meaning"], OURS)
     opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = key(
         0.1, DistillationKeys.__dataclass_fields__["opd_skew_alpha"].metadata["meaning"], OURS
     )
-    opd_kl_discount: Fraction = key(0.0, "discount of later tokens' reverse KL in a token's (sampled)", OURS)
-    advantage_clip: AboveZero | None = key(None, "bound on the absolute value of advantages (sampled)", OURS)
-    sft_loss_coef: NotNegative = key(0.0, "weight of the answers' negative log-likelihood in the loss (topk)", OURS)
+    opd_kl_discount: Fraction = key(
+        0.0,
+        "discount factor with which the reverse KL of later tokens is added to a token's reverse KL (sampled)",
+        OURS,
+    )
+    advantage_clip: AboveZero | None = key(
+        None, "bound on the absolute value of advantages (sampled); default: no bound", OURS
+    )
+    sft_loss_coef: NotNegative = key(
+        0.0, "weight with which the negative log-likelihood of the answers is added to the divergence (topk)", OURS
+    )
     teacher_preflight: bool | Literal["warn"] = key(
         True, "check the teacher's log-probs before the first update; warn: continue after a failure", OURS
     )

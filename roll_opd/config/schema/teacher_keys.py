@@ -18,15 +18,19 @@ if TYPE_CHECKING:
 class ContextKeys(Section):
     """The teacher's context, which replaces the student's prompt."""
 
-    system_prompt: str | None = key(None, "system message for the teacher, in place of the row's", OURS)
+    system_prompt: str | None = key(
+        None, "system message for the teacher; replaces the system message of the row", OURS
+    )
     hint: str | None = key(
         None,
-        "text for the teacher only, appended to the user's last message; with {prompt} in it, it replaces this"
-        " message, which {prompt} stands for. {ground_truth} and {NAME} are replaced by the row's values in these"
-        " columns",
+        "text that only the teacher gets. It is appended to the user's last message. If the text contains"
+        " {prompt}, the text replaces the user's last message, and {prompt} is replaced by that message."
+        " {ground_truth} and {NAME} are replaced by the row's values in these columns",
         OURS,
     )
-    template: str | None = key(None, "template of its prompt; native: the chat template of its tokenizer", OURS)
+    template: str | None = key(
+        None, "template of the teacher's prompt; native: the chat template of the teacher's tokenizer", OURS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,12 @@ class FollowKeys(Section):
     """`follows_student`: a teacher that starts with the student's weights and is updated from them during training."""
 
     update_interval: Positive = key(1, "number of steps from one update of the teacher's weights to the next", OURS)
-    ema_decay: Annotated[NotNegative, Field(lt=1)] = key(0.0, "decay of the student's moving average; 0: a copy", OURS)
+    ema_decay: Annotated[NotNegative, Field(lt=1)] = key(
+        0.0,
+        "decay of the exponential moving average of the student's weights; 0: the teacher's weights are a copy"
+        " of the student's",
+        OURS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +70,33 @@ class ExternalKeys(Section):
 class HttpKeys(ExternalKeys):
     """`http`: a teacher on a server that gets token ids and returns log-probs."""
 
-    url: Names = key((), "address of the server, or of several with the same model, which share requests", OURS)
-    server: Literal["vllm", "vllm_tokens", "sglang", "openai", "tinker"] = key(
-        "vllm",
-        "protocol; vllm: completions with prompt_logprobs; vllm_tokens: /inference/v1/generate, with exact"
-        " log-probs of the student's top-k; sglang: /generate; openai: completions with echo; tinker: the Python"
-        " package tinker",
+    url: Names = key(
+        (),
+        "address of the server, or a list of addresses of servers with the same model; requests are divided"
+        " among these servers",
         OURS,
     )
-    model_name: Name | None = key(None, "model on the server, or a path tinker://...; default: the only model", OURS)
+    server: Literal["vllm", "vllm_tokens", "sglang", "openai", "tinker"] = key(
+        "vllm",
+        "protocol of the server; vllm: completions with prompt_logprobs; vllm_tokens: /inference/v1/generate,"
+        " with exact log-probs of the student's top-k; sglang: /generate; openai: completions with echo;"
+        " tinker: requests of the Python package tinker",
+        OURS,
+    )
+    model_name: Name | None = key(
+        None,
+        "name of the model on the server; with protocol tinker, a path tinker://... is also accepted. If the"
+        " server lists only one model, the default is this model",
+        OURS,
+    )
     api_key_env: Name | None = key(None, "environment variable with the API key", OURS)
     concurrency: Many = key(16, "maximum concurrent requests", OURS)
     request_seconds: AboveZero = key(300.0, "timeout of a request", OURS)
-    retry_seconds: NotNegative | None = key(None, "time of failing requests after which the run ends, s", OURS)
+    retry_seconds: NotNegative | None = key(
+        None,
+        "the run ends if all requests have failed for this time, s; default: the run waits and logs warnings",
+        OURS,
+    )
 
     def planned(self, name: str, model: str | None, vocab_size: int | None) -> "ExternalPlan":
         """See `ExternalKeys.planned`."""
@@ -101,18 +124,24 @@ class ScorerKeys(ExternalKeys):
 class TeacherWorker(Worker, ContextKeys):
     """Keys of a teacher: the keys of a role, and the teacher's context."""
 
-    prompt_length: Positive | None = key(None, "tokens of its prompt; default: prompt_length + response_length", OURS)
-    follows_student: FollowKeys | None = key(None, "updates from the student's weights; default: frozen", OURS)
+    prompt_length: Positive | None = key(
+        None, "maximum tokens of the teacher's prompt; default: the sum of prompt_length and response_length", OURS
+    )
+    follows_student: FollowKeys | None = key(
+        None, "updates of the teacher's weights from the student's weights; default: the teacher is frozen", OURS
+    )
     http: HttpKeys | None = key(
         None,
-        "server of the teacher's log-probs; model_args.model_name_or_path is then only the directory of its"
-        " tokenizer, and by default the teacher has the student's tokenizer",
+        "server from which the teacher's log-probs are requested. With http, model_args.model_name_or_path is"
+        " only the directory of the teacher's tokenizer, without weights; if it is not set, the teacher has the"
+        " student's tokenizer",
         OURS,
     )
     scorer: ScorerKeys | None = key(
         None,
-        "class of your own that computes the teacher's log-probs; model_args.model_name_or_path is then the"
-        " directory of its tokenizer and of its files, and by default the teacher has the student's tokenizer",
+        "class of your own that computes the teacher's log-probs. With scorer, model_args.model_name_or_path is the"
+        " directory of the teacher's tokenizer, and of whatever the class reads; if it is not set, the teacher has the"
+        " student's tokenizer",
         OURS,
     )
 

@@ -44,15 +44,24 @@ class ModelArgs(Section):
 
     ignored = roll.IGNORED_MODEL_ARGS
     model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded model")
-    dtype: Dtype | None = key(None, "precision of the weights; default: bf16; of a rollout: the student's")
+    dtype: Dtype | None = key(
+        None, "precision of the weights; default: the student's precision for a rollout, bf16 for other roles"
+    )
     lora_target: Several[str] | str | None = key(
-        None, "linear layers that get a LoRA adapter, as a list or separated by commas; all-linear: all of them"
+        None,
+        "linear layers that get a LoRA adapter, as a list or as names separated by commas; all-linear: all"
+        " linear layers",
     )
     lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the LoRA adapters; 0: no LoRA; default: 8")
-    lora_alpha: AboveZero | None = key(None, "adapters are multiplied by lora_alpha / lora_rank; default: 2 x rank")
+    lora_alpha: AboveZero | None = key(
+        None, "scale of the LoRA adapters, which are multiplied by lora_alpha / lora_rank; default: twice the rank"
+    )
     lora_dropout: NotNegative = key(0.0, "must be 0, because log-probs of a model with dropout are not defined")
     additional_target: Any = key(None, "not available yet: modules that are trained in addition to the adapters")
-    ulysses_size: Positive | None = key(None, "with ROLL's fsdp2: used as the tensor-parallel size")
+    ulysses_size: Positive | None = key(
+        None,
+        "with ROLL's strategy fsdp2: number of devices that share a sequence; used here as the tensor-parallel size",
+    )
     adapter_name_or_path: str | None = key(None, "directory of an initial LoRA adapter, in peft's format")
     freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")
 
@@ -64,8 +73,12 @@ class SchedulerArgs(Section):
     min_lr: NotNegative = key(0.0, "learning rate at the end of the schedule")
     max_lr: AboveZero | None = key(None, "learning rate after the warm-up; takes precedence over learning_rate")
     init_lr: NotNegative = key(0.0, "initial learning rate of the warm-up")
-    lr_decay_steps: Positive | None = key(None, "updates until min_lr is reached; default: all updates")
-    wsd_decay_steps: Positive | None = key(None, "with warmup_stable_decay: updates of the decay")
+    lr_decay_steps: Positive | None = key(
+        None, "number of updates until the learning rate reaches min_lr; default: all updates of the run"
+    )
+    wsd_decay_steps: Positive | None = key(
+        None, "with warmup_stable_decay: number of updates in which the learning rate decays"
+    )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = key(
         None, "with warmup_stable_decay: form of the decay; default: exponential"
     )
@@ -90,10 +103,14 @@ class TrainingArgs(OptimizerKeys):
     """
 
     ignored = roll.IGNORED_TRAINING_ARGS
-    per_device_train_batch_size: Many = key(8, "sequences in a micro-batch, if it is not limited by tokens")
+    per_device_train_batch_size: Many = key(
+        8, "number of sequences in a micro-batch; ignored if micro-batches are limited by tokens"
+    )
     gradient_accumulation_steps: Many = key(1, "micro-batches in an update")
     warmup_steps: Count = key(0, "number of updates of the warm-up, in which the learning rate rises")
-    warmup_ratio: Fraction = key(0.0, "warm-up as a fraction of all updates, if warmup_steps is not set")
+    warmup_ratio: Fraction = key(
+        0.0, "length of the warm-up as a fraction of all updates; refused if warmup_steps is set as well"
+    )
     lr_scheduler_type: Literal[
         "linear",
         "constant",
@@ -105,12 +122,15 @@ class TrainingArgs(OptimizerKeys):
         "warmup_stable_decay",
     ] = key(
         "linear",
-        "schedule after the warm-up; linear and cosine reach min_lr at the last update or, if it is 0, 0 after it",
+        "schedule of the learning rate after the warm-up; linear and cosine reach min_lr at the last update or, if"
+        " min_lr is 0, 0 after the last update",
     )
     bf16: bool | None = key(None, "true: the role computes in bf16, as with model_args.dtype: bf16")
     fp16: bool | None = key(None, "true: the role computes in fp16, as with model_args.dtype: fp16")
     lr_scheduler_kwargs: SchedulerArgs = key(SchedulerArgs(), "arguments of the schedule")
-    max_grad_norm: NotNegative | None = key(None, "maximum gradient norm of this role; default: the top-level key")
+    max_grad_norm: NotNegative | None = key(
+        None, "maximum gradient norm of this role; overrides the top-level key; 0: no clipping"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +140,23 @@ class DataArgs(Section):
     ignored = roll.IGNORED_DATA_ARGS
     file_name: Texts = key((), "files of rows (JSONL or Parquet), directories with such files, or glob patterns")
     dataset_dir: str | None = key(None, "directory in which files that do not exist elsewhere are looked up")
-    domain_interleave_probs: dict[str, NotNegative] = key({}, "fraction of draws from each domain or tag")
+    domain_interleave_probs: dict[str, NotNegative] = key(
+        {}, "fraction of draws from each domain or tag; the fractions sum to 1"
+    )
     interleave_probs: Probabilities = key((), "fraction of draws from each entry of file_name; the fractions sum to 1")
-    template: str | None = key(None, "template of prompts; default: the tokenizer's chat template")
-    messages: Name | None = key(None, "column with the prompt as a list of messages, or its JSON text")
+    template: str | None = key(
+        None, "template with which a prompt is written as text; default: the tokenizer's chat template"
+    )
+    messages: Name | None = key(
+        None,
+        "column with the prompt as a list of messages, or as the JSON text of such a list; for plain text use prompt",
+    )
     prompt: Name | None = key(None, "column with the prompt as plain text; takes precedence over messages")
     tag: Name | None = key(None, "column with the tag of a row; the tag selects the row's teachers and rewards")
     id: Name | None = key(None, "column with the id of a row")
-    ground_truth: Name | None = key(None, "column with the ground truth of a row, for rewards", OURS)
+    ground_truth: Name | None = key(
+        None, "column with the ground truth of a row, which rewards compare with the answer", OURS
+    )
     limit: Positive | None = key(None, "use only the first N rows", OURS)
 
 
@@ -135,8 +164,12 @@ class DataArgs(Section):
 class SamplingKeys(Section):
     """Keys of the distribution from which tokens are sampled."""
 
-    top_p: Annotated[Number, Field(gt=0, le=1)] = key(1.0, "sample from the likeliest tokens of this probability")
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(-1, "sample from the k likeliest tokens; 0 or -1: from all")
+    top_p: Annotated[Number, Field(gt=0, le=1)] = key(
+        1.0, "nucleus sampling: sample from the most likely tokens with this total probability"
+    )
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(
+        -1, "sample from the k most likely tokens; 0 or -1: sample from all tokens"
+    )
     temperature: Temperature = key(1.0, "number by which the logits are divided, at least 0.01; 0: greedy decoding")
     repetition_penalty: AboveZero = key(1.0, "vLLM's repetition penalty; 1: none")
 
@@ -147,7 +180,9 @@ class GeneratingArgs(SamplingKeys):
 
     ignored = roll.IGNORED_GENERATING_ARGS
     max_new_tokens: Positive | None = key(None, "maximum tokens of a response; default: response_length")
-    num_return_sequences: Many | None = key(None, "responses per prompt; default: num_return_sequences_in_group")
+    num_return_sequences: Many | None = key(
+        None, "number of responses per prompt; default: num_return_sequences_in_group"
+    )
     stop_strings: Names | None = key(None, "texts that end a response")
 
 
@@ -155,9 +190,13 @@ class GeneratingArgs(SamplingKeys):
 class StrategyArgs(Section):
     """`strategy_args`."""
 
-    strategy_name: str = key("", "megatron_train, megatron_infer or vllm; another of ROLL's is replaced by the nearest")
+    strategy_name: str = key(
+        "",
+        "megatron_train, megatron_infer or vllm; any other strategy of ROLL is replaced by the nearest of these three",
+    )
     strategy_config: dict[str, Any] | None = key(
-        None, "options of the engine: parallel sizes and TransformerConfig of Megatron-core, or vLLM's arguments"
+        None,
+        "options of the engine; Megatron-core: parallel sizes and fields of TransformerConfig; vLLM: engine arguments",
     )
 
 
@@ -176,8 +215,8 @@ class RouterReplay(Section):
 
     mode: RoutingMode = key(
         "disable",
-        "R3: training uses the inference engine's experts of each token; measure (not in ROLL): tokens whose"
-        " experts differ are counted",
+        "R3: training routes each token to the experts that the inference engine chose; measure (a mode that"
+        " ROLL does not have): routing is unchanged, and tokens whose experts differ are counted",
     )
 
 
@@ -196,17 +235,29 @@ class Worker(Section):
     strategy_args: StrategyArgs | None = key(None, "the engine, and the model's layout on devices")
     device_mapping: str | int | Several[int] | None = key(
         None,
-        'devices, such as "list(range(0,8))"; without GPUs, slots that share the cores; default: all for the'
-        " student, the student's for other roles",
+        'devices, such as "list(range(0,8))"; without GPUs, devices are slots that share the cores; default: all'
+        " devices for the student, the student's devices for other roles",
     )
-    num_gpus_per_worker: Count | None = key(None, "with ROLL's sglang and hf_infer: devices per engine")
-    worker_cls: str | None = key(None, "ROLL's class of the role; with ActorPGWorker, pg_variant selects the loss")
+    num_gpus_per_worker: Count | None = key(
+        None, "with ROLL's strategies sglang and hf_infer: number of devices per engine"
+    )
+    worker_cls: str | None = key(
+        None, "ROLL's class of the role; if the student's class is ActorPGWorker, pg_variant selects the loss"
+    )
     pg_variant: str | None = key(None, "policy loss of the student; read only if worker_cls is ROLL's ActorPGWorker")
     topr_positive_weight: NotNegative = key(1.0, "with pg_variant topr: weight of the samples whose reward is above 0")
-    topr_negative_weight: NotNegative = key(1.0, "with topr: weight of samples with a reward of at most 0")
-    infer_batch_size: Many = key(16, "sequences in a micro-batch for log-probs, if it is not limited by tokens")
-    use_sequence_packing: bool = key(False, "limit the tokens of micro-batches by sequence_packing_args")
-    sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits of use_sequence_packing")
+    topr_negative_weight: NotNegative = key(
+        1.0, "with pg_variant topr: weight of the samples whose reward is not above 0"
+    )
+    infer_batch_size: Many = key(
+        16, "number of sequences in a micro-batch for log-probs; ignored if micro-batches are limited by tokens"
+    )
+    use_sequence_packing: bool = key(
+        False, "limit the number of tokens in a micro-batch, to the values in sequence_packing_args"
+    )
+    sequence_packing_args: SequencePackingArgs = key(
+        SequencePackingArgs(), "maximum numbers of tokens for use_sequence_packing"
+    )
     router_replay: RouterReplay = key(RouterReplay(), "replay of expert routing, for a mixture-of-experts student")
     use_dynamic_batching_in_train: bool = key(False, "limit the number of tokens in a micro-batch for training")
     use_dynamic_batching_in_infer: bool = key(False, "limit the number of tokens in a micro-batch for log-probs")
