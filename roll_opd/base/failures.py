@@ -1,14 +1,9 @@
-"""Exceptions of runs, and messages for users.
+"""Exceptions of runs, and messages for users about errors of the system, of services and of code.
 
-The messages explain system errors and their remedies, unexpected errors and misspelt names. Code that reads user files
-converts OSError to its own error types, with the messages of this module. Commands print all other exceptions as one
-line instead of a traceback.
-
-Distinguish errors of services from other errors.
-
-If a service is down, slow or overloaded, a call of it fails whatever its input is.
-
-Recognize errors that a full disk causes, and report the file system and its free space.
+The messages explain system errors and their remedies (with a full disk, the file system and its free space), unexpected
+errors and misspelt names. Code that reads user files converts OSError to its own error types, with the messages of this
+module. Commands print all other exceptions as one line instead of a traceback. Errors of services are told from other
+errors: if a service is down, slow or overloaded, a call of it fails whatever its input is.
 """
 
 import difflib

@@ -1,7 +1,5 @@
 """`roll-opd score`: check the model, layout and rows, and compute log-probs with the Megatron engine under torchrun.
 
-The rows that `roll-opd score` reads, and the arguments of the teacher file that it writes.
-
 A row has tokens, or an answer that is tokenised here.
 """
 

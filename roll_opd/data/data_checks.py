@@ -1,12 +1,9 @@
-"""Checks of data sets before a run: tags, ground truths, and overlap between validation and training rows.
+"""Checks of data sets before a run, and the report of a pass over prompt files.
 
-Every tag needs a teacher and a reward. Every row needs a ground truth if its reward reads it.
+Every tag needs a teacher and a reward. Every row needs a ground truth if its reward reads it. Training and validation
+rows should not overlap. The report has the number of usable rows, and of bad rows by kind and file, with examples.
 
 Legend: V validation rows, L training rows.
-
-The report of a pass over prompt files.
-
-It has the number of usable rows, and the number of bad rows by kind and file, with examples.
 """
 
 from collections import Counter

@@ -1,14 +1,11 @@
-"""A data set of teacher files: answers with a teacher's scores.
+"""Data sets of teacher files (answers with a teacher's scores), and their writer.
 
-All rows are checked in one pass at the start. Only the locations of the rows stay in memory, so a row is read again
-when it is drawn. Reading a row decodes its whole row group. `roll-opd score` writes row groups of `ROWS_OF_A_GROUP`
-rows.
+A data set checks all rows in one pass at the start. Only the locations of the rows stay in memory, so a row is read
+again when it is drawn. Reading a row decodes its whole row group, which has `ROWS_OF_A_GROUP` rows.
 
-Write a teacher file in parts, so that interrupted scoring can continue after the last complete part.
-
-A part is a parquet file in `.OUTPUT.parts/`. It gets its final name when it is complete. At the end, all parts are
-joined to one file, which is renamed to OUTPUT. Parts that were written with other settings or from another input are
-discarded.
+The writer makes a file in parts, so that interrupted scoring can continue after the last complete part. A part is a
+parquet file in `.OUTPUT.parts/`, which gets its final name when it is complete. At the end, all parts are joined to one
+file, which is renamed to OUTPUT. Parts that were written with other settings or from another input are discarded.
 
 Legend: R response tokens, K tokens of a top-k.
 """

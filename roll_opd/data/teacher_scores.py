@@ -1,15 +1,12 @@
-"""A teacher's scores of one answer in a teacher file, and checks that the scores are consistent.
+"""A teacher's scores of one answer: their consistency, and the formats of teacher files from which they are decoded.
+
+The format here is that of `roll-opd score --topk`: prompt_ids, response_ids, teacher_logprobs, teacher_topk_ids, ... A
+package names further formats as entry points of the group `roll_opd.teacher_formats`. Each is a function from the
+file's path, its schema and the key `teacher.compression` to a `FileFormat`. It returns None for a file of another
+format, and raises DataError for a file of its format that cannot be read. A row that cannot be decoded becomes a
+`BadRow`.
 
 Legend: P prompt tokens, R response tokens, K tokens of a top-k. Entry t of an array belongs to response token t.
-
-Formats of teacher files: decode a row group of a parquet file to `TeacherScores`.
-
-This module has the format of `roll-opd score --topk`: prompt_ids, response_ids, teacher_logprobs, teacher_topk_ids, ...
-A package names further formats as entry points of the group `roll_opd.teacher_formats`. Each is a function from the
-file's path, its schema and the key `teacher.compression` to a `FileFormat`. It returns None for a file of another
-format, and raises DataError for a file of its format that cannot be read.
-
-A row that cannot be decoded becomes a `BadRow`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,10 +1,8 @@
 """Check engine options in `strategy_config` against the option classes of the installed vLLM and Megatron-core.
 
-Read the fields of the installed engines' option classes, with their types and bounds, in a subprocess.
-
-Importing vLLM takes 5 to 20 s, and importing Megatron-core 2 to 5 s. So the subprocess runs only once per installed
-version, and its answer is cached as a JSON file in `~/.cache/roll_opd/`. The planning process itself imports neither
-engines nor torch.
+A subprocess reads the fields of these classes, with their types and bounds. Importing vLLM takes 5 to 20 s, and
+importing Megatron-core 2 to 5 s. So the subprocess runs only once per installed version, and its answer is cached as a
+JSON file in `~/.cache/roll_opd/`. The planning process itself imports neither engines nor torch.
 """
 
 import fcntl

@@ -1,10 +1,8 @@
-"""Compare the files of two tokenizers. Read their ids, special tokens and chat templates.
+"""Read a tokenizer's ids, special tokens and chat templates as transformers loads them, and compare two tokenizers.
 
 Teachers get token ids, not text. Every id that the student can generate must therefore be the same token in both
 tokenizers. Differences in tokenization, special tokens and chat templates affect only the student, so they only cause a
 warning.
-
-Read a tokenizer as transformers loads it: its tokens, its added tokens, and its named special tokens.
 
 The files are enough if tokenizer.json (or vocab.json) has all tokens that the other files declare, and if the class of
 the tokenizer adds no token that the files do not declare. Otherwise transformers adds the other tokens when it loads

@@ -22,7 +22,10 @@ def check_async(top: Top, roles: Sections) -> None:
         top.diag.unused(*({"async_depth", "on_weight_update"} & top.written))
         return
     if top.async_depth is not None and top.async_depth > top.async_generation_ratio:
-        top.diag.error("async_depth", f"{top.async_depth} is more than {KEY} {top.async_generation_ratio}; lower it")
+        top.diag.error(
+            "async_depth",
+            f"{top.async_depth} is more than {KEY} {top.async_generation_ratio}; lower it, or raise {KEY}",
+        )
     if top.is_use_additional_prompts:
         top.diag.note("is_use_additional_prompts", f"has no effect with {KEY}, which generates ahead")
     if top.deterministic and "on_weight_update" in top.written and top.on_weight_update != "wait":

@@ -48,7 +48,8 @@ def check_devices(roles: list[Worker], top: Run) -> None:
         if shared and shared != mine and shared != theirs:
             here, there, both = (short_devices(sorted(devices)) for devices in (theirs, mine, shared))
             other.diag.error(
-                "device_mapping", f"{here} and {one.path}'s {there} are not equal, nested or disjoint; change {both}"
+                "device_mapping",
+                f"{here} and {one.path}'s {there} are not equal, nested or disjoint (both have {both}); change one",
             )
 
 

@@ -85,7 +85,11 @@ def _compare_tokenizers(train: Worker, role: Worker, what: str, refuses: bool = 
         found = compare_tokenizers(train.info.path, role.info.path, what)
         sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
         if found.conflict and refuses:
-            way_out = ", or set teacher_tokenizer_check: align (or warn)" if what == "teacher" else ""
+            way_out = (
+                ", or set teacher_tokenizer_check: align (the teacher reads its own tokens) or warn"
+                if what == "teacher"
+                else ""
+            )
             role.diag.error(MODEL, f"{sentence}; give a model of the student's family{way_out}")
         elif found.conflict:
             role.diag.note(MODEL, f"{sentence}; its log-probs of the differing tokens are meaningless")
@@ -125,7 +129,9 @@ def _check_vocabulary(role: Worker) -> None:
         largest = largest_token_id(role.info.path) if role.info else None
         if role.info and largest is not None and largest >= role.info.vocab:
             role.diag.error(
-                MODEL, f"the tokenizer uses token id {largest}, the model has {role.info.vocab}; change one"
+                MODEL,
+                f"the tokenizer uses token id {largest}, but the model has only {role.info.vocab} ids;"
+                f" give both of the same release",
             )
 
 
@@ -248,7 +254,8 @@ def _check_space(top: Run, place: Path | None, student: ModelInfo | None) -> Non
         if free < needed:
             top.diag.unsupported_here(
                 "output_dir",
-                f"a checkpoint takes {needed / 2**30:.1f} GiB, but {place} has {free / 2**30:.1f} GiB free; change it",
+                f"a checkpoint takes {needed / 2**30:.1f} GiB, but {place} has {free / 2**30:.1f} GiB free;"
+                " choose another directory",
             )
 
 
@@ -265,5 +272,8 @@ def read_resume(top: Run) -> bool | str:
         found = find_path(top.resume_from_checkpoint)
         if found is not None and found.is_dir():
             return str(found)
-        top.diag.error("resume_from_checkpoint", f"{top.resume_from_checkpoint!r} is no directory; give one")
+        top.diag.error(
+            "resume_from_checkpoint",
+            f"{top.resume_from_checkpoint!r} is not a directory; give a run or checkpoint directory, or true",
+        )
     return False

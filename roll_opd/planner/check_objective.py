@@ -105,7 +105,10 @@ def _unread(top: Top, mode: str) -> Iterator[str]:
 def _check_reward_part(top: Top) -> None:
     """Check the keys of a run with rewards: critic, normalisation of rewards, and KL to the reference policy."""
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
-        top.diag.error("critic_warmup", f"{top.critic_warmup} steps leave none of max_steps {top.max_steps}; lower it")
+        top.diag.error(
+            "critic_warmup",
+            f"{top.critic_warmup} steps leave none of max_steps {top.max_steps} for the student; lower it",
+        )
     if top.adv_estimator == "on_policy_distill":
         top.diag.error("adv_estimator", "'on_policy_distill' takes no rewards; write reinforce or grpo")
     if top.adv_estimator in ADVANTAGES.elsewhere:
@@ -141,7 +144,8 @@ def check_samples(top: Top, has_rewards: bool) -> None:
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
         top.diag.error(
             "difficulty_low_threshold",
-            f"{top.difficulty_low_threshold:g} and difficulty_high_threshold leave no prompt; lower it",
+            f"{top.difficulty_low_threshold:g} and difficulty_high_threshold {top.difficulty_high_threshold:g} leave"
+            " no prompt; lower it",
         )
     if top.rl_loss_coef == 0:
         top.diag.warn("rl_loss_coef", "0 removes the policy loss, so rewards and advantages have no effect")
@@ -190,7 +194,9 @@ def _check_functions(top: Top, mode: str) -> None:
     measures_kl = top.use_kl_loss and mode != "pure"
     facts = loss_facts(top.policy_loss)
     if facts.needs == "pairs":
-        top.diag.unsupported("policy_loss", f"{top.policy_loss!r} needs pairs; use start_dpo_pipeline.py, or change it")
+        top.diag.unsupported(
+            "policy_loss", f"{top.policy_loss!r} needs pairs; use start_dpo_pipeline.py, or another loss"
+        )
     for key, reason in check_combination(
         policy_loss=top.policy_loss or "",
         advantage=advantage if facts.reads_advantages else None,
@@ -293,16 +299,28 @@ def _check_distillation(top: Top) -> None:
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:
-            top.diag.error("opd_use_policy_gradient", "false gives a gradient that depends on no teacher; remove it")
+            top.diag.error(
+                "opd_use_policy_gradient",
+                "false gives a gradient that depends on no teacher; remove it, or use topk or full",
+            )
         if top.opd_divergence != "reverse_kl":
-            top.diag.error("opd_divergence", f"{top.opd_divergence} needs all ids; use opd_objective: full or topk")
+            top.diag.error(
+                "opd_divergence",
+                f"{top.opd_divergence} needs more than the sampled tokens; use opd_objective: full or topk",
+            )
         return
     if policy_gradient:
-        top.diag.error("opd_use_policy_gradient", f"true gives {objective} an expected gradient of 0; remove it")
+        top.diag.error(
+            "opd_use_policy_gradient", f"true gives {objective} an expected gradient of 0; remove it, or use sampled"
+        )
     if "opd_advantage_fn" in top.written:
-        top.diag.error("opd_advantage_fn", f"{top.opd_advantage_fn} has no effect with {objective}; remove it")
+        top.diag.error(
+            "opd_advantage_fn", f"{top.opd_advantage_fn} has no effect with {objective}; remove it, or use sampled"
+        )
     if top.opd_kl_discount:
-        top.diag.error("opd_kl_discount", f"{top.opd_kl_discount:g} has no effect with {objective}; write 0")
+        top.diag.error(
+            "opd_kl_discount", f"{top.opd_kl_discount:g} has no effect with {objective}; write 0, or use sampled"
+        )
 
 
 def check_topk(top: Top, vocab_size: int) -> None:

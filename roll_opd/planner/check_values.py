@@ -59,14 +59,20 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
     if length is None and top.sequence_length is not None:
         length = top.sequence_length - top.prompt_length
         if length < 1:
-            top.diag.error("sequence_length", f"{top.sequence_length} leaves no response after prompt_length; raise it")
+            top.diag.error(
+                "sequence_length",
+                f"{top.sequence_length} leaves no response after prompt_length {top.prompt_length}; raise it",
+            )
             return None
     length = length or written
     if length is None:
         top.diag.error("response_length", "is missing; write response_length or sequence_length")
         return None
     if top.sequence_length is not None and top.prompt_length + length > top.sequence_length:
-        top.diag.error("sequence_length", f"{top.sequence_length} is less than prompt_length + {length}; raise it")
+        top.diag.error(
+            "sequence_length",
+            f"{top.sequence_length} is less than prompt_length {top.prompt_length} + {length}; raise or remove it",
+        )
     if written is not None and written != length:
         args.diag.warn("max_new_tokens", f"{written} is not the response length {length}; the smaller one applies")
     return min(written or length, length)
@@ -246,7 +252,9 @@ def rows_per_step(top: Supervised, train: Worker) -> tuple[int, int]:
     update, arithmetic = _per_update(train.training_args, dp)
     rows = top.train_batch_size or update
     if rows % update:
-        top.diag.error("train_batch_size", f"{rows} is not a multiple of an update's {update} {arithmetic}; change it")
+        top.diag.error(
+            "train_batch_size", f"{rows} is not a multiple of an update's {update} {arithmetic}; change it or remove it"
+        )
     return rows, update
 
 

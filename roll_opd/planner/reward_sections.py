@@ -89,7 +89,9 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
         found.append((section, term))
     for section, term in found if len(problems) == before else ():
         if term.worker.startswith("roll."):
-            section.diag.unsupported("", f"{term.worker!r} is not available; use {', '.join(REWARDS.builtin)}")
+            section.diag.unsupported(
+                "", f"{term.worker!r} is not available; use {', '.join(REWARDS.builtin)}, or a dotted path"
+            )
             continue
         try:  # a user's class is only instantiated when the run starts
             check(term.worker, dict(term.args))

@@ -156,7 +156,10 @@ class RoleReader:
                 missing = f"write a reference section, or set {compares}: false to run without one"
                 top.diag.error(compares, f"true needs a reference policy; {missing}")
             if needs_values and CRITIC not in written:
-                top.diag.error("adv_estimator", "gae (ROLL's default) needs a critic; write a critic, or use grpo")
+                top.diag.error(
+                    "adv_estimator",
+                    "gae (ROLL's default) needs a critic; write a critic section, or use grpo or reinforce",
+                )
         if reference := self._used(
             REFERENCE, bool(compares), "use_kl_loss and add_token_level_kl need a reference policy"
         ):

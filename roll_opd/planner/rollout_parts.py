@@ -215,12 +215,15 @@ def _demonstrations(top: Top) -> DataPlan | None:
         if share:
             top.diag.error(
                 "demonstrations",
-                f"is missing; policy loss {top.policy_loss} trains on {share:g} of them; write data_args.file_name",
+                f"is missing; {top.policy_loss} trains on a share of {share:g}; write"
+                " demonstrations.data_args.file_name",
             )
         return None
     if not share:
         if loss_facts(top.policy_loss).needs != "demonstrations":  # a wrong share is reported elsewhere
-            top.diag.error("demonstrations", f"policy loss {top.policy_loss} does not use it; write mix, or remove it")
+            top.diag.error(
+                "demonstrations", f"policy loss {top.policy_loss} does not use it; use mix or mix_chord, or remove it"
+            )
         return None
     if top.makes_tasks:
         text = f"is available for answers to prompts, but not yet for trajectories{top.tasks_in}; remove this section"

@@ -219,7 +219,9 @@ def _layout(
     one_copy = tp * sizes.get("pp", 1) * sizes.get("cp", 1)
     if len(devices) % one_copy:
         shape = " x ".join(f"{name} {sizes[name]}" for name in ("tp", "pp", "cp") if sizes.get(name, 1) > 1)
-        worker.diag.error("device_mapping", f"{len(devices)} devices hold no whole copies of {shape}; add some")
+        worker.diag.error(
+            "device_mapping", f"{len(devices)} devices hold no whole copies of {shape}; give a multiple of {one_copy}"
+        )
         return None
     return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
@@ -249,7 +251,8 @@ def read_vllm(worker: Worker, strict: bool, student: Worker | None = None, *, ev
             diag.error(key, "only 1 is possible here; set tensor_parallel_size to spread an engine over devices")
     if devices is not None and len(devices) % tp:
         worker.diag.error(
-            "device_mapping", f"{len(devices)} devices are no multiple of tensor_parallel_size {tp}; add some"
+            "device_mapping",
+            f"{len(devices)} devices are no multiple of tensor_parallel_size {tp}; give another number",
         )
         devices = None
     args = {key: value for key, value in given.items() if _counts("vLLM", key, value, diag)}

@@ -204,7 +204,9 @@ def _distillation(top: OfflineDistill, train: Worker, facts: FileFacts) -> Objec
         top.diag.error("opd_topk", f"{top.opd_topk} is more than the {facts.topk} tokens in the files; lower it")
     student = train.info.vocab if train.info else 0
     if facts.vocab_size and student and facts.vocab_size > student:
-        top.teacher.diag.note("files", f"are over {facts.vocab_size} token ids; score with --vocab-size {student}")
+        top.teacher.diag.note(
+            "files", f"are normalised over {facts.vocab_size} token ids; score with --vocab-size {student}"
+        )
     return ObjectivePlan(
         **common,
         policy_loss=POLICY_LOSSES.located("sft"),

@@ -90,11 +90,15 @@ def _check_aligned(role: Worker, top: Top) -> None:
     if top.opd_objective != "sampled":
         top.diag.error(
             "opd_objective",
-            f"{top.opd_objective} compares token ids, but {role.path} has a different tokenizer; use sampled",
+            f"{top.opd_objective} compares token ids, but {role.path} has a different tokenizer; use"
+            " opd_objective: sampled",
         )
     keys = http_keys(role)
     if keys and keys.server == "openai" and top.opd_chunk_credit == "prefix":
-        top.diag.error("opd_chunk_credit", f"prefix needs token ids, but {role.path} returns texts; write whole")
+        top.diag.error(
+            "opd_chunk_credit",
+            f"prefix needs token ids, but {role.path} returns texts; write whole, or use another server",
+        )
     if top.opd_kl_discount and top.opd_chunk_credit != "prefix":
         top.diag.error(
             "opd_kl_discount",
@@ -178,7 +182,9 @@ def check_http_teachers(roles: Sections, top: Top) -> None:
         if keys.server == "tinker" and not keys.model_name:
             keys.diag.error("model_name", "is missing; write the name of a base model, or a path tinker://...")
         if temperature != 1:
-            role.diag.error(SERVER, f"{AT_ONE[keys.server]}, the student's at {temperature:g}; set temperature: 1.0")
+            role.diag.error(
+                SERVER, f"{AT_ONE[keys.server]}, the student samples at {temperature:g}; set temperature: 1.0"
+            )
         _check_targets(role, keys, top)
 
 

@@ -64,7 +64,9 @@ def _check_name(top: Run, name: str) -> bool:
     if not _is_name(name):
         reason = "is not available here" if name in TRACKERS_OF_ROLL else "is not a known tracker"
         known = ", ".join((*TRACKERS.builtin, *TRACKERS.elsewhere))
-        top.diag.error("track_with", f"{name!r} {reason}; use one or more of {known}, or a dotted path")
+        top.diag.error(
+            "track_with", f"{name!r} {reason}; use one or more of {known}, or the dotted path of your own class"
+        )
     return _is_name(name)
 
 

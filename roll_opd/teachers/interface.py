@@ -1,7 +1,7 @@
 """The interface of a teacher: it computes log-probs of given tokens, and targets for distillation over several tokens.
 
 All implementations, such as `megatron_teacher.MegatronScorer`, share the layers above them: routing by tag, order of
-teachers, preflight and metrics. docs/extending.md shows how to add an implementation.
+teachers and metrics (`teachers.scoring`), and the preflight. docs/extending.md shows how to add an implementation.
 
 Legend: T tokens of a sequence, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
 """

@@ -1,8 +1,6 @@
-"""Metrics of validation, and statistics of values.
+"""Metrics of validation and of a step's rewards in each domain, and statistics of values.
 
 `docs/metrics.md` lists every name. Metrics that also exist in ROLL have the same names.
-
-Metrics of a step's rewards in each domain. `docs/metrics.md` lists every name.
 """
 
 import math

@@ -1,11 +1,8 @@
 """Metrics of a step's samples: distillation, advantages, rewards and lengths.
 
 Token statistics include only action tokens. The statistics of a teacher do not include samples without log-probs of
-this teacher. In array shapes, K is the number of action tokens of all samples.
-
-Metrics of teachers with another tokenizer.
-
-They show how much the student's tokens and the teacher's tokens of the same answers differ.
+this teacher. For teachers with another tokenizer, further metrics show how much the student's tokens and the teacher's
+tokens of the same answers differ. In array shapes, K is the number of action tokens of all samples.
 """
 
 from collections.abc import Iterable, Sequence

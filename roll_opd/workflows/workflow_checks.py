@@ -1,6 +1,4 @@
-"""Check the name and the arguments of a configured workflow.
-
-Check that a run of a user's workflow calls the Trinity-RFT hooks that its class overrides.
+"""Check the name and the arguments of a configured workflow, and that its runs call the hooks that its class overrides.
 
 The base classes of this package call the hooks that they declare. If a user's class has its own `run` or `run_async`,
 this method may call every other hook. If only a base class calls a hook, the hook must accept the arguments of this

@@ -1,7 +1,4 @@
-"""Base classes of workflows and reward functions, and their registries.
-
-Base class of users' workflows with an agent that calls the policy over HTTP.
-"""
+"""Base classes of workflows, of agents that call the policy over HTTP, and of reward functions; their registries."""
 
 import inspect
 import json

@@ -1,10 +1,7 @@
-"""Collect facts about a host, and compare them with the facts of host 0.
+"""Facts about a host, and their comparison with the facts of host 0.
 
-The facts are versions, GPUs, model files and whether the host shares a directory with host 0.
-
-Read the rank, the size and the address of a multi-host run from environment variables.
-
-torchrun, srun or mpirun sets these variables.
+The facts are versions, GPUs, model files and whether the host shares a directory with host 0. Rank, size and address of
+the run are read from the environment variables that torchrun, srun or mpirun sets.
 """
 
 import hashlib

@@ -1,12 +1,9 @@
 """Coordinate the hosts of a run from host 0.
 
-Host 0 waits for the other hosts, checks them, and starts their Ray nodes.
-
-Connection between two hosts. It transfers JSON objects, one per line, and heartbeats.
-
-If heartbeats are missing, the host was lost by a power failure or a network failure. A packet loss of 20 s is not
-treated as a failure, because TCP sends the lost packets again after at most 26 s. The timeout is longer than these 26
-s.
+Host 0 waits for the other hosts, checks them, and starts their Ray nodes. A connection to each host transfers JSON
+objects, one per line, and heartbeats. If heartbeats are missing, the host was lost by a power failure or a network
+failure. A packet loss of 20 s is not treated as a failure, because TCP sends the lost packets again after at most 26 s.
+The timeout is longer than these 26 s.
 """
 
 import json

@@ -1,10 +1,8 @@
 """Slicing of Hugging Face tensors over tensor ranks. Each rank reads only its slices.
 
-A rank arranges its slices into a Megatron parameter. The parameters of all ranks can be joined to the full tensors.
-
-Slicing of the tensors of Gated DeltaNet and of gated attention over tensor ranks.
-
-Key heads are split equally over the ranks. Each rank also has the value heads that belong to its key heads.
+A rank arranges its slices into a Megatron parameter. The parameters of all ranks can be joined to the full tensors. Of
+Gated DeltaNet and gated attention, key heads are split equally over the ranks, and each rank also has the value heads
+that belong to its key heads.
 """
 
 from collections.abc import Mapping, Sequence
