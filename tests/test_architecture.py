@@ -77,6 +77,7 @@ TORCH_FREE = (
     "roll_opd.rewards.interface",
     "roll_opd.extras.games",
     "roll_opd.commands.main",
+    "roll_opd.pipelines.check_machine",
 )
 
 

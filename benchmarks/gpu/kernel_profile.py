@@ -111,7 +111,7 @@ def made(name: str, model: Path, options: argparse.Namespace, shape: Any) -> Any
     import engine
 
     from roll_opd.megatron.engine import MegatronEngine
-    from roll_opd.megatron.student import MegatronTrainer
+    from roll_opd.megatron.student_engine import MegatronTrainer
 
     kind = MegatronTrainer if name == "train" else MegatronEngine
     # with a learning rate of 0, every update has the same weights

@@ -2,8 +2,8 @@
 
 The messages explain system errors and their remedies (with a full disk, the file system and its free space), unexpected
 errors and misspelt names. Code that reads user files converts OSError to its own error types, with the messages of this
-module. Commands print all other exceptions as one line instead of a traceback. Errors of services are told from other
-errors: if a service is down, slow or overloaded, a call of it fails whatever its input is.
+module. Commands print all other exceptions as one line instead of a traceback. Errors of services are distinguished
+from other errors: if a service is down, slow or overloaded, a call of it fails whatever its input is.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""A teacher's scores of one answer: their consistency, and the formats of teacher files from which they are decoded.
+"""A teacher's scores of one answer: their consistency, and the formats of teacher files.
 
 The format here is that of `roll-opd score --topk`: prompt_ids, response_ids, teacher_logprobs, teacher_topk_ids, ... A
 package names further formats as entry points of the group `roll_opd.teacher_formats`. Each is a function from the

@@ -8,9 +8,10 @@ import ast
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BACKENDS = "v1/attention/backends"
 PLAIN = (f"{BACKENDS}/cpu_attn.py", "CPUAttentionBackend")
@@ -59,7 +60,7 @@ def copies_single_tokens() -> None:
     if getattr(compute, "copies", False):
         return
 
-    def with_copy(layer: Any, metadata: Any, mixed_qkv: Tensor, *rest: Tensor) -> None:
+    def with_copy(layer: Any, metadata: Any, mixed_qkv: "Tensor", *rest: "Tensor") -> None:
         # a new tensor has the strides of its shape
         projections = mixed_qkv.new_empty(mixed_qkv.shape).copy_(mixed_qkv) if len(mixed_qkv) == 1 else mixed_qkv
         compute(layer, metadata, projections, *rest)

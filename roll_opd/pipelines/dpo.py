@@ -16,7 +16,7 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.sft import supervised_loss
 from roll_opd.samples.sample import Sample, present, with_columns
-from roll_opd.teachers.interface import TeacherScorer
+from roll_opd.teachers.teacher_interface import TeacherScorer
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 from roll_opd.workers.student import Student
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from roll_opd.base.failures import RunError, excerpt
 from roll_opd.data.templates import load_tokenizer, token_ids
-from roll_opd.rewards.http_client import Endpoint, GaveUp
+from roll_opd.rewards.service_client import Endpoint, GaveUp
 from roll_opd.teachers.answer_cache import TEXT, Fingerprint
 from roll_opd.teachers.http_protocols import Question
 from roll_opd.teachers.http_teacher import AGREEMENT, HttpScorer
-from roll_opd.teachers.interface import Target
+from roll_opd.teachers.teacher_interface import Target
 
 START_SECONDS = 900.0  # time in which a server must start to answer, and answer all test requests
 # fractions of the fixed text that are scored at each address; sequences of other lengths are in other batches

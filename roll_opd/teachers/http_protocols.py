@@ -21,8 +21,8 @@ import numpy as np
 
 from roll_opd.base.failures import RunError, is_passing
 from roll_opd.base.installed import is_installed
-from roll_opd.rewards.http_client import Answer, AttemptFailed, Endpoint, RequestLimits
-from roll_opd.teachers.interface import Target
+from roll_opd.rewards.service_client import Answer, AttemptFailed, Endpoint, RequestLimits
+from roll_opd.teachers.teacher_interface import Target
 
 SMALLEST = -9990.0  # vLLM writes -9999 for a log-prob of -inf
 ROUNDING = 1e-3  # the log-prob of probability 1 may be slightly above 0

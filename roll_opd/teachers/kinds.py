@@ -12,7 +12,7 @@ from pathlib import Path
 from roll_opd.base.failures import RunError
 from roll_opd.base.registry import NoFacts, Registry
 from roll_opd.config.plan import MegatronPlan, RunPlan, ScorerPlan, TeacherPlan
-from roll_opd.teachers.interface import TeacherScorer
+from roll_opd.teachers.teacher_interface import TeacherScorer
 
 
 @dataclass(frozen=True)

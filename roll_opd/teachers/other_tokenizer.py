@@ -27,8 +27,8 @@ from roll_opd.base.failures import RunError
 from roll_opd.models.token_bytes import MISSING, ByteEncoder, TokenBytes
 from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.interface import TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
+from roll_opd.teachers.teacher_interface import TeacherAnswer, TokenSequence, Wanted
 
 ROLES = ("user", "tool")  # roles of the turns between two answers
 _QUESTION, _ANSWER, _CONTENT = "roll-opd-question", "roll-opd-answer", "roll-opd-content"

@@ -28,10 +28,10 @@ from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.models.weight_files import WINDOW_LAYERS, lost_layer_hints
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, changed, chunks_column
-from roll_opd.teachers.interface import TeacherAnswer, Wanted
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scoring import Teacher, coverage_checks
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, Verdict, checks, preference_check
+from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
 from roll_opd.workers.group import WorkerGroup
 
 PREFLIGHT_SAMPLES = 64  # maximum samples that student and teacher score, and maximum answers from rows

@@ -22,9 +22,9 @@ from roll_opd.models.stop_tokens import stop_tokens, turn_end
 from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.models.tokenizer_files import special_tokens
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.interface import TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.other_tokenizer import NO_MARKUP, OtherTokenizer, TurnMarkup, turn_markup
 from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
+from roll_opd.teachers.teacher_interface import TeacherAnswer, TokenSequence, Wanted
 
 
 class TeacherView(Protocol):

@@ -113,7 +113,7 @@ class CriticWorker(TrainableRank):
     """Rank of the critic."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
-        from roll_opd.megatron.critic import MegatronCritic
+        from roll_opd.megatron.critic_engine import MegatronCritic
 
         assert isinstance(plan, CriticPlan)
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
@@ -129,6 +129,6 @@ class CriticWorker(TrainableRank):
         return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))
 
     def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
-        from roll_opd.megatron.critic import save_critic_hf
+        from roll_opd.megatron.critic_engine import save_critic_hf
 
         return save_critic_hf(self._engine, directory, later=later)

@@ -226,7 +226,7 @@ class TrainWorker(TrainableRank, BucketWriter):
     _sender: Any = None  # sends weights between GPUs
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
-        from roll_opd.megatron.student import MegatronTrainer
+        from roll_opd.megatron.student_engine import MegatronTrainer
 
         assert isinstance(plan, TrainPlan)
         return MegatronTrainer(plan, seed=seed, deterministic=deterministic)

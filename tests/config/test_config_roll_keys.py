@@ -156,7 +156,7 @@ def test_lengths_of_validation(values: dict[str, Any], plan: Plan, problems: Pro
 
 def test_masks_that_leave_nothing_or_have_nothing_to_go_by(rl: dict[str, Any], plan: Plan, problems: Problems) -> None:
     found = problems({"difficulty_mask": True, "difficulty_low_threshold": 1.0}, pure=False)
-    assert "1 and difficulty_high_threshold leave no prompt" in found[0]
+    assert "1 and difficulty_high_threshold 1 leave no prompt" in found[0]
     run = plan({"difficulty_mask": ..., "error_max_len_threshold": 5}, pure=False)
     assert "error_max_len_threshold" in run.warnings[0] and "difficulty_low_threshold" in run.warnings[0]
 

@@ -42,7 +42,7 @@ def test_importing_everything_patches_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {"roll_opd.megatron.student", "roll_opd.inference.vllm_engine", "roll_opd.commands.main"} <= set(
+    assert {"roll_opd.megatron.student_engine", "roll_opd.inference.vllm_engine", "roll_opd.commands.main"} <= set(
         found["modules"]
     )
     assert found["imported"] == []

@@ -17,7 +17,7 @@ from torch import Tensor
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.head import OutputHead, TeacherHead
 from roll_opd.megatron.packing import PackedBatch, pack
-from roll_opd.megatron.student import distillation_loss
+from roll_opd.megatron.student_engine import distillation_loss
 from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.objective.opd_loss import opd_loss
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.megatron.critic import _loss as critic_loss
+from roll_opd.megatron.critic_engine import _loss as critic_loss
 from roll_opd.objective.opd_loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES
 from tests.each import each

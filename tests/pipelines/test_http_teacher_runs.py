@@ -23,7 +23,7 @@ from roll_opd.config.plan import HttpPlan
 from roll_opd.teachers.http_checks import check_server
 from roll_opd.teachers.http_protocols import Question
 from roll_opd.teachers.http_teacher import HttpScorer
-from roll_opd.teachers.interface import TokenSequence
+from roll_opd.teachers.teacher_interface import TokenSequence
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 TEACHER, OTHER = Path("examples/demo/models/teacher"), Path("examples/demo/models/other_tokenizer")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.objective.algorithms import algorithm, algorithm_names
-from roll_opd.teachers.interface import LOGPROBS, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.megatron_teacher import MegatronScorer
+from roll_opd.teachers.teacher_interface import LOGPROBS, TeacherAnswer, TokenSequence, Wanted
 from tests.cover import cover, tiered
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py

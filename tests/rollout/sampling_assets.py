@@ -22,8 +22,8 @@ from roll_opd.config.plan import (
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.interface import TeacherAnswer, Wanted
 from roll_opd.teachers.scoring import Scorers
+from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Request

@@ -25,8 +25,8 @@ from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.staleness import Pace
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.versions import concatenated
-from roll_opd.teachers.interface import TeacherAnswer, Wanted
 from roll_opd.teachers.scoring import Scorers
+from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
 from roll_opd.weight_sync.send_weights import SharedMemorySync

@@ -11,8 +11,8 @@ import pytest
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.pipelines.validation_runs import first_answers, read_answers
 from roll_opd.samples.sample import Sample, as_columns
-from roll_opd.teachers.interface import TeacherAnswer, Wanted
 from roll_opd.teachers.scoring import Scorers, Teacher
+from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
 
 
 def answer(number: int, tag: str = "a", length: int = 3) -> Sample:

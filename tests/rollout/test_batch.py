@@ -29,8 +29,8 @@ from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow_protocol import Model, Task, sample_of, sample_seed
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
-from roll_opd.teachers.interface import TeacherAnswer, Wanted
 from roll_opd.teachers.scoring import Scorers
+from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Sampler
 

@@ -21,9 +21,9 @@ from roll_opd.data.templates import load_tokenizer, render_prompt, tokenize
 from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.interface import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.other_tokenizer import OtherTokenizer, TurnMarkup, turn_markup
 from roll_opd.teachers.scoring import ENOUGH, Coverage, Scorers, Teacher, coverage_checks
+from roll_opd.teachers.teacher_interface import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.views import tokenizer_content, turn_end_token, view_of
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())

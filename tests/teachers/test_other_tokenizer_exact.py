@@ -8,8 +8,8 @@ import pytest
 
 from roll_opd.models.token_bytes import ByteEncoder, TokenBytes
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.interface import TeacherAnswer
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
+from roll_opd.teachers.teacher_interface import TeacherAnswer
 
 LETTERS = "abc"
 END = 0.2  # probability that a text ends after a pair of letters

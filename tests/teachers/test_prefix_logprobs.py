@@ -12,9 +12,9 @@ from tokenizer_kinds import EVERY_BYTE, TEXT, content
 from roll_opd.base.failures import RunError
 from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.interface import LOGPROBS, TeacherAnswer, Wanted
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
 from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
+from roll_opd.teachers.teacher_interface import LOGPROBS, TeacherAnswer, Wanted
 from tests.each import each
 
 LENGTH = 5  # letters of every text

@@ -20,9 +20,9 @@ from roll_opd.config.plan import (
     TeacherPlan,
 )
 from roll_opd.samples.sample import Sample, as_columns, teacher_columns
-from roll_opd.teachers.interface import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scoring import Scorers, Teacher, check_targets, wanted_for
+from roll_opd.teachers.teacher_interface import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.views import SameTokens
 
 

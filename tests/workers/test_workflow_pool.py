@@ -26,6 +26,7 @@ from roll_opd.config.plan import (
 from roll_opd.data.dataset import Prompt
 from roll_opd.rollout.workflow_protocol import Task
 from roll_opd.samples.sample import Sample
+from roll_opd.workers import outage
 from roll_opd.workers.group import ActorGroup
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.workflow_actor import Job, WorkflowWorker
@@ -222,9 +223,13 @@ def test_a_model_elsewhere_that_fails_costs_no_run_unless_it_refuses_one(start: 
     assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}
 
 
-def test_a_time_limit_of_a_workflow_of_its_own_is_its_error(start: Start, loop) -> None:
+def test_a_time_limit_of_a_workflow_of_its_own_is_its_error(
+    start: Start, loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "DOUBT_S", 1.0)  # seconds in which a time limit may be an outage
     pool = start("Waits", workflow_workers=1)
-    assert run_all(loop, pool, [task(0), task(1)]) == [None, None]
+    ((experience,), *failed) = run_all(loop, pool, [task(2), task(0), task(1)])
+    assert experience and failed == [None, None]
     metrics = pool.drain_metrics()
     assert metrics["workflow/failed/raised"] == 2 and "workflow/failed/timeout" not in metrics
 

@@ -39,7 +39,7 @@ COMMON = (
     "torch._inductor",  # torch.use_deterministic_algorithms changes its settings; it does not import the compiler
     "transformers.modeling_utils",
 )
-MEGATRON_MODULES = ("roll_opd.megatron.student", "roll_opd.megatron.critic", "roll_opd.megatron.export")
+MEGATRON_MODULES = ("roll_opd.megatron.student_engine", "roll_opd.megatron.critic_engine", "roll_opd.megatron.export")
 VLLM = ("roll_opd.inference.vllm_engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
 COMPILER = "torch._inductor.lowering"  # imported by vLLM for its custom operations; eager engines do not need it
 EAGER_CORE = (  # imports of an engine core at its start

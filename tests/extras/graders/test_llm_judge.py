@@ -15,9 +15,9 @@ from scripted_server import ScriptedServer, attempts_failed, scored
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.extras.graders.rewards.llm_judge import LLMJudge
-from roll_opd.rewards.http_client import DOWN_AFTER, chat_url
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve
+from roll_opd.rewards.service_client import DOWN_AFTER, chat_url
 
 Serve = Callable[..., ScriptedServer]
 FAULTS = ("429", "429 after 1", "500", "503", "408", "cut", "alien", "half", "reset", "stall")

@@ -14,7 +14,7 @@ from megatron_samples import value_columns_of
 
 from roll_opd.config.plan import CriticPlan, MicroBatchLimits, ModelPlan
 from roll_opd.megatron import checkpoint
-from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
+from roll_opd.megatron.critic_engine import MegatronCritic, save_critic_hf
 
 CRITIC_LAYOUTS = tuple(name for name in TRAIN_LAYOUTS if not LAYOUTS[name].vpp)
 

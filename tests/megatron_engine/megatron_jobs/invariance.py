@@ -21,9 +21,9 @@ from megatron_registry import jobs, operation
 from megatron_samples import TeacherTargets, TrainSample, ValueSample, updated, value_columns_of
 
 from roll_opd.config.plan import CriticPlan, MicroBatchLimits, ModelPlan, ObjectivePlan
-from roll_opd.megatron.critic import MegatronCritic
+from roll_opd.megatron.critic_engine import MegatronCritic
 from roll_opd.megatron.optimizer import MegatronLearner
-from roll_opd.megatron.student import MegatronTrainer
+from roll_opd.megatron.student_engine import MegatronTrainer
 from roll_opd.objective.aggregation import MODES
 from roll_opd.objective.registry import POLICY_LOSSES
 from roll_opd.samples.sharding import TrainResult

@@ -15,7 +15,7 @@ from roll_opd.config.plan import LoraPlan, MegatronPlan, MicroBatchLimits, Model
 from roll_opd.megatron import checkpoint, parallel
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import save_adapter, save_hf
-from roll_opd.megatron.student import MegatronTrainer
+from roll_opd.megatron.student_engine import MegatronTrainer
 
 # layout -> its adapters: all layers, some of what Megatron has in one, or those of attention between experts
 LORA_LAYOUTS = {

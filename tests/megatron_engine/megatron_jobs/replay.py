@@ -13,7 +13,7 @@ from megatron_samples import updated
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import MicroBatchLimits, ModelPlan, ObjectivePlan, TrainPlan
 from roll_opd.megatron.export import save_hf
-from roll_opd.megatron.student import MegatronTrainer
+from roll_opd.megatron.student_engine import MegatronTrainer
 
 REPLAYS = {  # (model, layout) -> whether layers are computed again on the way back
     ("qwen2_moe", "tp1"): False,

@@ -16,7 +16,7 @@ from megatron_samples import updated
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import MicroBatchLimits, ModelPlan, ObjectivePlan, TrainPlan
 from roll_opd.megatron import parallel
-from roll_opd.megatron.student import MegatronTrainer
+from roll_opd.megatron.student_engine import MegatronTrainer
 
 ROUTER_COEFFICIENTS = {
     "z_loss": {"moe_z_loss_coeff": 0.05},

@@ -175,6 +175,8 @@ class Waits(Workflow):
         return bool(self.task.raw_task["number"] % 2)
 
     def run(self) -> list[Experience]:
+        if self.task.raw_task["number"] == 2:
+            return [answer(self.task)]
         raise TimeoutError("its own")
 
     async def run_async(self) -> list[Experience]:

@@ -1,6 +1,6 @@
 """`llm_judge`: the reward is read from the verdict of a language model on each response.
 
-A `Complete` sends the requests to the model, see `roll_opd.rewards.http_client`.
+A `Complete` sends the requests to the model, see `roll_opd.rewards.service_client`.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from roll_opd.extras.graders.judging import (
     check_template,
     filled,
 )
-from roll_opd.rewards.http_client import ChatEndpoint, Complete, GaveUp, Messages, RequestLimits
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.reward_registry import register
+from roll_opd.rewards.service_client import ChatEndpoint, Complete, GaveUp, Messages, RequestLimits
 
 VERDICT_ATTEMPTS = 3
 RETRY_PROMPT = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."
