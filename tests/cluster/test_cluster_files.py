@@ -36,14 +36,15 @@ sys.exit(max(task.wait() for task in tasks))
 """
 # in the place of the command: what it is given, and, asked to be the driver, a step that ends after SIGTERM
 COMMAND = """
-import json, os, signal, sys, time
+import signal
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))  # first: the script may be asked before
+import json, os, sys, time
 from roll_opd.cluster.multihost.host_facts import launched
 host = launched(os.environ)
 rank = host.rank if host else 0
 with open(f"{os.environ['FOUND']}.{rank}", "w") as file:
     json.dump([sys.argv[1:], host and [host.rank, host.size, host.address, host.port]], file)
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 deadline = time.monotonic() + float(os.environ["SECONDS_OF_RUN"])
 while time.monotonic() < deadline and not asked and not os.path.exists(os.environ["FOUND"] + ".end"):
     time.sleep(0.05)
