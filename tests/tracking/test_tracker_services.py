@@ -59,21 +59,27 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
         at += 7 + length
 
 
-def test_wandb_offline(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("wandb", reason=EXTRA.format("wandb"))
+def offline_values(data: bytes) -> Iterator[tuple[int, float]]:
+    """Steps and values of `opd/x` in a file of an offline run."""
     from wandb.proto import wandb_internal_pb2
 
+    for content in leveldb_records(data):
+        record = wandb_internal_pb2.Record.FromString(content)
+        items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if "opd/x" in items:
+            yield record.history.step.num, float(items["opd/x"])
+
+
+def test_wandb_offline(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb", reason=EXTRA.format("wandb"))
     log_and_resume(run, "wandb", {"project": "p", "tags": ("a",), "notes": "n"})
     identity = (run.path / "tracker_ids" / "wandb").read_text().strip()
     files = sorted((run.path / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{identity}.wandb"] * 2
-    values = []
-    for file in files:
-        for data in leveldb_records(file.read_bytes()):
-            record = wandb_internal_pb2.Record.FromString(data)
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            if "opd/x" in items:
-                values.append((record.history.step.num, float(items["opd/x"])))
+    deadline, values = time.monotonic() + 30, []
+    while len(values) < 3 and time.monotonic() < deadline:  # wandb's service writes the end after `finish`
+        time.sleep(0.1)
+        values = [value for file in files for value in offline_values(file.read_bytes())]
     assert values == [(1, 0.5), (2, 1.0), (3, 1.5)]
     assert "warning" not in capfd.readouterr().err
 
