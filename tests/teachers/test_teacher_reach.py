@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from roll_opd.teachers.teacher_preflight import PARTS, Reach, changes, difference, reach, reach_check
+from roll_opd.teachers.teacher_reach import PARTS, Reach, changes, difference, reach, reach_check
 
 VOCAB, LENGTH = 50, 160
 RNG = np.random.default_rng(0)
