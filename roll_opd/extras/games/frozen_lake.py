@@ -6,19 +6,17 @@ FrozenLake with a random start and goal.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
 from roll_opd.extras.games.game import (
-    PATTERN,
-    SPECIAL_TOKENS,
     Game,
     Turn,
     at_least,
     complete,
-    explained,
     numbered,
     only_text,
     random_numbers,
@@ -40,67 +38,54 @@ SLIPS = " The ice is slippery: you may move to the side of where you want to go.
 
 
 @ENVIRONMENTS.register("frozen_lake")
+@dataclass(eq=False)
 class FrozenLake(Game):
     """Frozen lake. The reward is 1 at the goal, else 0. A hole ends the game.
 
     A valid action counts as a turn even if the player does not move.
+
+    - `p`: probability that a cell is ice.
+    - `map_seed`: if it is set, all episodes use the map of this seed. The seed of an episode then determines only the
+      slips.
     """
 
-    def __init__(
-        self,
-        size: int = 4,
-        p: float = 0.8,
-        is_slippery: bool = True,
-        map_seed: int | None = None,
-        max_steps: int = 20,
-        grid_lookup: Mapping[Any, str] | None = None,
-        grid_vocab: Mapping[str, str] | None = None,
-        map_lookup: Mapping[Any, int] | None = None,
-        action_lookup: Mapping[Any, str] | None = None,
-        env_instruction: str | None = None,
-        format_penalty: float = 0.0,
-        action_pattern: str = PATTERN,
-        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
-        render_mode: str = "text",
-    ) -> None:
-        """`p` is the probability that a cell is ice.
+    size: int = 4
+    p: float = 0.8
+    is_slippery: bool = True
+    map_seed: int | None = None
+    max_steps: int = 20
+    grid_lookup: Mapping[Any, str] | None = None
+    grid_vocab: Mapping[str, str] | None = None
+    map_lookup: Mapping[Any, int] | None = None
+    action_lookup: Mapping[Any, str] | None = None
+    render_mode: str = "text"
 
-        If `map_seed` is set, all episodes use the map of this seed. The seed of an episode then determines only the
-        slips.
-        """
-        only_text(render_mode)
-        at_least("size", size, 2)
-        if not 0 < p <= 1:
-            raise EnvironmentFailure(f"p is {p}; set the fraction of ice cells, above 0 and at most 1")
-        self._size, self._p, self._is_slippery, self._map_seed = size, p, is_slippery, map_seed
-        self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
-        self._cells = _cells(map_lookup)
-        actions = ACTIONS if action_lookup is None else numbered("action_lookup", action_lookup, MOVES)
-        own = INSTRUCTION.format(slips=SLIPS if is_slippery else "")
-        instruction = own if env_instruction is None else env_instruction
-        super().__init__(
-            instruction=explained(instruction, grid_vocab or MEANINGS, actions),
-            action_lookup=actions,
-            max_steps=max_steps,
-            format_penalty=format_penalty,
-            action_pattern=action_pattern,
-            special_token_list=special_token_list,
-        )
-        self._ice, self._player, self._goal = np.ones((size, size), bool), (0, 0), (size - 1, size - 1)
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        only_text(self.render_mode)
+        at_least("size", self.size, 2)
+        if not 0 < self.p <= 1:
+            raise EnvironmentFailure(f"p is {self.p}; set the fraction of ice cells, above 0 and at most 1")
+        self._symbols = complete("grid_lookup", self.grid_lookup, SYMBOLS)
+        self._cells = _cells(self.map_lookup)
+        actions = ACTIONS if self.action_lookup is None else numbered("action_lookup", self.action_lookup, MOVES)
+        instruction = INSTRUCTION.format(slips=SLIPS if self.is_slippery else "")
+        self.set_up(instruction, actions, self.grid_vocab or MEANINGS)
+        self._ice, self._player, self._goal = np.ones((self.size, self.size), bool), (0, 0), (self.size - 1,) * 2
 
     def begin(self, seed: int | None) -> None:
         """Draw a solvable map."""
-        map_seed = seed if self._map_seed is None else self._map_seed
-        self._ice, self._player, self._goal = draw_map(random_numbers(map_seed), self._size, self._p)
+        map_seed = seed if self.map_seed is None else self.map_seed
+        self._ice, self._player, self._goal = draw_map(random_numbers(map_seed), self.size, self.p)
         self._random = random_numbers(seed)
         self._random.random()  # gymnasium draws a number for the start, although only one cell is possible
 
     def play(self, action: int) -> Turn:
         """Move, or slip to one of the two perpendicular directions."""
-        if self._is_slippery:
+        if self.is_slippery:
             shares = np.cumsum([1 / 3, 1 / 3, 1 / 3])
             action = (action + int(np.argmax(shares > self._random.random())) - 1) % len(MOVES)
-        before, self._player = self._player, _moved(self._player, action, self._size)
+        before, self._player = self._player, _moved(self._player, action, self.size)
         over = self.succeeded or not self._ice[self._player]
         return Turn(float(self.succeeded), self._player != before, over)
 

@@ -109,14 +109,6 @@ def complete(name: str, table: Mapping[Any, str] | None, default: Mapping[int, s
     return {**default, **numbered(name, table, default)} if table is not None else dict(default)
 
 
-def explained(instruction: str, symbols: Mapping[str, str], actions: Mapping[int, str]) -> str:
-    """Return an instruction followed by the meanings of the symbols and the action names."""
-    meanings = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in symbols.items())
-    if not instruction:
-        return ""  # an empty instruction disables the explanation
-    return f"{instruction}\nSymbols: {meanings}\nActions: {', '.join(actions.values())}"
-
-
 def only_text(render_mode: str) -> None:
     """Raise `EnvironmentFailure` unless the render mode is text."""
     if render_mode != TEXT:
@@ -137,28 +129,38 @@ class Turn:
     truncated: bool = False  # ended by a limit of the game itself
 
 
+@dataclass(kw_only=True, eq=False)
 class Game(Environment, ABC):
-    """A turn-based game. Subclasses implement `begin`, `play`, `render` and `succeeded`."""
+    """A turn-based game. Subclasses are dataclasses whose fields are the arguments of the game.
 
-    def __init__(
-        self,
-        *,
-        instruction: str,
-        action_lookup: Mapping[Any, str] | None,
-        max_steps: int,
-        format_penalty: float,
-        action_pattern: str,
-        special_token_list: Sequence[str] | None,
+    They implement `begin`, `play`, `render` and `succeeded`. Their `__post_init__` calls `set_up`.
+
+    - `env_instruction`: text that opens an episode, in place of the game's own instruction.
+    - `format_penalty`: negative reward of a turn without a valid action.
+    """
+
+    max_steps: int
+    env_instruction: str | None = None
+    format_penalty: float = 0.0
+    action_pattern: str = PATTERN
+    special_token_list: Sequence[str] | None = SPECIAL_TOKENS
+
+    def set_up(
+        self, instruction: str, actions: Mapping[Any, str] | None = None, symbols: Mapping[str, str] | None = None
     ) -> None:
-        """Create a game.
+        """Check the common arguments, and prepare the game.
 
-        - `instruction`: text that opens an episode.
-        - `format_penalty`: negative reward of a turn without a valid action.
+        - `instruction`: the game's own instruction.
+        - `actions`: the names of the actions by key; None if any text is an action.
+        - `symbols`: the meanings of the symbols, which follow the instruction together with the names of the actions.
         """
-        at_least("max_steps", max_steps, 1)
-        self._instruction, self._max_steps, self._format_penalty = instruction, max_steps, float(format_penalty)
-        self._names = action_lookup
-        self._reader = ActionReader(action_pattern, action_lookup, special_token_list)
+        at_least("max_steps", self.max_steps, 1)
+        self._instruction = instruction if self.env_instruction is None else self.env_instruction
+        if self._instruction and symbols and actions:  # an empty instruction disables the explanation
+            meanings = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in symbols.items())
+            self._instruction += f"\nSymbols: {meanings}\nActions: {', '.join(actions.values())}"
+        self._names = actions
+        self._reader = ActionReader(self.action_pattern, actions, self.special_token_list)
         self._turn, self._playing = 0, False
 
     @abstractmethod
@@ -196,8 +198,8 @@ class Game(Environment, ABC):
         read = self._reader.read(action)
         valid = read.action is not None
         turn = self.play(read.action) if valid else self.idle()
-        penalty = 0.0 if valid else self._format_penalty
-        truncated = turn.truncated or (not turn.over and self._turn >= self._max_steps)
+        penalty = 0.0 if valid else float(self.format_penalty)
+        truncated = turn.truncated or (not turn.over and self._turn >= self.max_steps)
         self._playing = not (turn.over or truncated)
         metrics = {
             "success": self.succeeded,

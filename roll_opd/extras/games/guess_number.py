@@ -1,9 +1,9 @@
 """`guess_number`: guess a number within a few turns, with the hints higher and lower."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
-from roll_opd.extras.games.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
+from roll_opd.extras.games.game import Game, Turn, random_numbers
 
 INSTRUCTION = (
     "Guess a whole number from {low} to {high}; you have {turns} guesses, and are told whether the number is higher or"
@@ -12,51 +12,38 @@ INSTRUCTION = (
 
 
 @ENVIRONMENTS.register("guess_number")
+@dataclass(eq=False)
 class GuessNumber(Game):
-    """Number guessing. The reward is 1 for the right number, else 0. An invalid guess counts as a turn."""
+    """Number guessing. The reward is 1 for the right number, else 0. An invalid guess counts as a turn.
 
-    def __init__(
-        self,
-        min_number: int = 1,
-        max_number: int = 20,
-        max_steps: int = 5,
-        env_instruction: str | None = None,
-        format_penalty: float = 0.0,
-        action_pattern: str = PATTERN,
-        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
-    ) -> None:
-        """`max_steps` is the number of guesses.
+    `max_steps` is the number of guesses. With bisection, this many guesses are enough for 2 ** `max_steps` - 1 numbers.
+    """
 
-        With bisection, this many guesses are enough for 2 ** `max_steps` - 1 numbers.
-        """
-        if max_number <= min_number:
-            raise EnvironmentFailure(f"max_number is {max_number}; it must be greater than min_number ({min_number})")
-        if max_number - min_number >= 2**62:
+    min_number: int = 1
+    max_number: int = 20
+    max_steps: int = 5
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        low, high = self.min_number, self.max_number
+        if high <= low:
+            raise EnvironmentFailure(f"max_number is {high}; it must be greater than min_number ({low})")
+        if high - low >= 2**62:
             raise EnvironmentFailure("max_number - min_number must be below 2^62; narrow the range")
-        at_least("max_steps", max_steps, 1)
-        self._low, self._high, self._number, self._observation = min_number, max_number, min_number, ""
-        super().__init__(
-            instruction=INSTRUCTION.format(low=min_number, high=max_number, turns=max_steps)
-            if env_instruction is None
-            else env_instruction,
-            action_lookup=None,
-            max_steps=max_steps,
-            format_penalty=format_penalty,
-            action_pattern=action_pattern,
-            special_token_list=special_token_list,
-        )
+        self._number, self._observation = low, ""
+        self.set_up(INSTRUCTION.format(low=low, high=high, turns=self.max_steps))
 
     def begin(self, seed: int | None) -> None:
         """Draw the number."""
-        self._number = self._low + int(random_numbers(seed).integers(self._high - self._low + 1))
+        self._number = self.min_number + int(random_numbers(seed).integers(self.max_number - self.min_number + 1))
         self._found, self._observation = False, "What is your first guess?"
-        self._known = (self._low, self._high)
+        self._known = (self.min_number, self.max_number)
 
     def play(self, action: str) -> Turn:
         """Compare a guess."""
         guess = whole_number(action)
-        if guess is None or not self._low <= guess <= self._high:
-            self._observation = f"That is no whole number from {self._low} to {self._high}."
+        if guess is None or not self.min_number <= guess <= self.max_number:
+            self._observation = f"That is no whole number from {self.min_number} to {self.max_number}."
             return Turn()
         low, high = self._known
         self._found = guess == self._number

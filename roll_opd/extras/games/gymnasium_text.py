@@ -103,13 +103,12 @@ class GymnasiumText(Game):
         description = own if env_instruction is None else env_instruction
         form = f"Give one action a turn, in this form: <answer>{names[numbers[0]]}</answer>"
         super().__init__(
-            instruction=f"{description}\n{form}\nActions: {', '.join(names.values())}",
-            action_lookup=names,
             max_steps=ENDLESS if max_steps is None else max_steps,
             format_penalty=format_penalty,
             action_pattern=action_pattern,
             special_token_list=special_token_list,
         )
+        self.set_up(f"{description}\n{form}\nActions: {', '.join(names.values())}", names)
         self._reader.add_names({str(number): number for number in numbers})
 
     def begin(self, seed: int | None) -> None:

@@ -4,14 +4,13 @@ The first half of the file is the catalogue, its search and the score of a purch
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
-from roll_opd.extras.games.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
+from roll_opd.extras.games.game import Game, Turn, at_least, random_numbers
 
 KINDS = ("shirt", "jacket", "scarf", "lamp", "chair", "rug", "mug", "backpack")
 COLORS = ("red", "blue", "green", "black", "white", "yellow")
@@ -97,34 +96,24 @@ INSTRUCTION = (
 
 
 @ENVIRONMENTS.register("search_shop")
+@dataclass(eq=False)
 class SearchShop(Game):
     """Synthetic shop.
 
     The reward is the fraction of the wanted attributes that the bought item has. An item of the wrong kind gives 0.
+    `num_products` and `catalogue_seed` determine the shop's catalogue, which is the same in all episodes.
     """
 
-    def __init__(
-        self,
-        num_products: int = 200,
-        catalogue_seed: int = 0,
-        max_steps: int = 10,
-        env_instruction: str | None = None,
-        format_penalty: float = 0.0,
-        action_pattern: str = PATTERN,
-        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
-    ) -> None:
-        """`num_products` and `catalogue_seed` determine the shop's catalogue, which is the same in all episodes."""
-        at_least("num_products", num_products, 1)
-        at_least("catalogue_seed", catalogue_seed, 0)
-        self._items = catalogue(catalogue_seed, num_products)
-        super().__init__(
-            instruction=INSTRUCTION if env_instruction is None else env_instruction,
-            action_lookup=None,
-            max_steps=max_steps,
-            format_penalty=format_penalty,
-            action_pattern=action_pattern,
-            special_token_list=special_token_list,
-        )
+    num_products: int = 200
+    catalogue_seed: int = 0
+    max_steps: int = 10
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and fill the shop."""
+        at_least("num_products", self.num_products, 1)
+        at_least("catalogue_seed", self.catalogue_seed, 0)
+        self._items = catalogue(self.catalogue_seed, self.num_products)
+        self.set_up(INSTRUCTION)
         self._show()
 
     def _show(self, found: tuple[Item, ...] | None = None, page: int = 0, item: Item | None = None) -> None:

@@ -16,13 +16,10 @@ import numpy as np
 
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
 from roll_opd.extras.games.game import (
-    PATTERN,
-    SPECIAL_TOKENS,
     Game,
     Turn,
     at_least,
     complete,
-    explained,
     numbered,
     only_text,
     random_numbers,
@@ -205,56 +202,39 @@ INSTRUCTION = (
 
 
 @ENVIRONMENTS.register("sokoban")
+@dataclass(eq=False)
 class Sokoban(Game):
     """Sokoban.
 
     The rewards are -0.1 for each turn, 1 for pushing a box onto a target, -1 for pushing a box off a target, and 10 for
     solving the room.
+
+    - `dim_room`: rows and columns, including the walls.
+    - `search_depth`: maximum number of moves from the solved state.
     """
 
-    def __init__(
-        self,
-        render_mode: str = "text",
-        dim_room: Sequence[int] = (10, 10),
-        max_steps: int = 20,
-        num_boxes: int = 4,
-        search_depth: int = 300,
-        grid_lookup: Mapping[Any, str] | None = None,
-        grid_vocab: Mapping[str, str] | None = None,
-        action_lookup: Mapping[Any, str] | None = None,
-        env_instruction: str | None = None,
-        format_penalty: float = 0.0,
-        action_pattern: str = PATTERN,
-        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
-    ) -> None:
-        """Create the game.
+    render_mode: str = "text"
+    dim_room: Sequence[int] = (10, 10)
+    max_steps: int = 20
+    num_boxes: int = 4
+    search_depth: int = 300
+    grid_lookup: Mapping[Any, str] | None = None
+    grid_vocab: Mapping[str, str] | None = None
+    action_lookup: Mapping[Any, str] | None = None
 
-        - `dim_room`: rows and columns, including the walls.
-        - `search_depth`: maximum number of moves from the solved state.
-        """
-        only_text(render_mode)
-        if len(dim_room) != 2 or min(dim_room) < 4:
-            raise EnvironmentFailure(
-                f"dim_room is {list(dim_room)}; set rows and columns of at least 4, such as [6, 6]"
-            )
-        at_least("num_boxes", num_boxes, 1)
-        at_least("search_depth", search_depth, 1)
-        self._size, self._boxes, self._depth = (dim_room[0], dim_room[1]), num_boxes, search_depth
-        if num_boxes + 1 >= (dim_room[0] - 2) * (dim_room[1] - 2):
-            raise EnvironmentFailure(
-                f"num_boxes is {num_boxes}, too many for a room of {list(dim_room)}; lower num_boxes"
-            )
-        self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
-        actions = ACTIONS if action_lookup is None else numbered("action_lookup", action_lookup, MOVES)
-        text = INSTRUCTION if env_instruction is None else env_instruction
-        super().__init__(
-            instruction=explained(text, grid_vocab or MEANINGS, actions),
-            action_lookup=actions,
-            max_steps=max_steps,
-            format_penalty=format_penalty,
-            action_pattern=action_pattern,
-            special_token_list=special_token_list,
-        )
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        only_text(self.render_mode)
+        size = list(self.dim_room)
+        if len(size) != 2 or min(size) < 4:
+            raise EnvironmentFailure(f"dim_room is {size}; set rows and columns of at least 4, such as [6, 6]")
+        at_least("num_boxes", self.num_boxes, 1)
+        at_least("search_depth", self.search_depth, 1)
+        if self.num_boxes + 1 >= (size[0] - 2) * (size[1] - 2):
+            raise EnvironmentFailure(f"num_boxes is {self.num_boxes}, too many for a room of {size}; lower num_boxes")
+        self._symbols = complete("grid_lookup", self.grid_lookup, SYMBOLS)
+        actions = ACTIONS if self.action_lookup is None else numbered("action_lookup", self.action_lookup, MOVES)
+        self.set_up(INSTRUCTION, actions, self.grid_vocab or MEANINGS)
         self._room: Room | None = None
 
     @property
@@ -266,7 +246,8 @@ class Sokoban(Game):
 
     def begin(self, seed: int | None) -> None:
         """Draw a room."""
-        self._room = draw_room(random_numbers(seed), *self._size, self._boxes, self._depth)
+        rows, columns = self.dim_room
+        self._room = draw_room(random_numbers(seed), rows, columns, self.num_boxes, self.search_depth)
 
     def play(self, action: int) -> Turn:
         """Move the player by one cell, and push a box if it is in that cell."""
@@ -288,7 +269,7 @@ class Sokoban(Game):
 
     def render(self) -> str:
         """Return the room as lines of symbols."""
-        rows, columns = self._size
+        rows, columns = self.dim_room
         lines = ([self._symbols[self._number((row, column))] for column in range(columns)] for row in range(rows))
         return "\n".join(map("".join, lines))
 

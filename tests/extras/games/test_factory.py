@@ -135,7 +135,7 @@ def test_arguments_are_checked_before_anything_is_made() -> None:
         "env_config.sise: unknown argument; did you mean 'size'? (of env_type frozen_lake)"
     ]
     (problem,) = check("guess_number", {"colour": 1})
-    assert "known are min_number, max_number, max_steps" in problem
+    assert "known are max_steps, min_number, max_number" in problem
     assert len(check("sokoban", {"dim_room": "6x6", "num_boxes": "1"})) == 2
     with pytest.raises(EnvironmentFailure, match="should be a valid integer, got '4'"):
         make("frozen_lake", size="4")
