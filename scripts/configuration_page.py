@@ -16,22 +16,19 @@ from roll_opd.config.schema import PIPELINES, Section, Top
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
 
-Written by `make docs` from [roll_opd/config/schema/](../roll_opd/config/schema/__init__.py); a test holds it to that.
+Written by `make docs` from [roll_opd/config/schema/](../roll_opd/config/schema/__init__.py); a test compares them.
 
-A configuration is a YAML file, read by Hydra: it may compose from others, and `key=value` on the command line
-overrides it. A misspelt key is an error that names the nearest known key; a word or a section of TRL, verl, NeMo-RL or
-axolotl is an error that names the key with this meaning. ROLL's keys without effect are accepted and listed in one
-warning; a single value at the top that resembles no key is a variable of the file. [Coming from
-ROLL](coming-from-roll.md) goes through them. Options of an engine are written under `strategy_config` and are passed
-to it unchanged: Megatron-core's `TransformerConfig`, vLLM's engine arguments. Names and values are checked against the
-classes of the installed version before anything starts; the first plan after an installation imports them, which takes
-up to 30 s, and caches the result in `~/.cache/roll_opd/`. *Origin* is the source of the key: ROLL, Trinity-RFT or this
-package (ours).
+A configuration is a YAML file, read by Hydra: it may be composed from other files, and `key=value` on the command line
+overrides a key. A misspelt key, or a word or section of TRL, verl, NeMo-RL or axolotl, is an error that names the right
+key. [Coming from ROLL](coming-from-roll.md) describes ROLL's keys without effect, and variables of a file. Options
+under `strategy_config` are passed unchanged to the engine (Megatron-core's `TransformerConfig`, vLLM's engine
+arguments), after a check against the installed version. The first plan after an installation imports both, which takes
+up to 30 s, and caches the result in `~/.cache/roll_opd/`. *Origin* is ROLL, Trinity-RFT or this package (ours).
 
-The roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
-`teacher` ([one](#a-teacher), or a mapping of names to teachers); else `actor_train`, `actor_infer`, and if
-needed `teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to
-the models that a workflow calls: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
+Roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
+`teacher` ([one](#a-teacher), or a mapping of names to teachers); else `actor_train`, `actor_infer`, and if needed
+`teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to the
+models that a workflow calls: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
 """
 load_all("pipelines")
 SANITY = (2**31 - 1, 10**6)  # bounds that only catch slips; the page does not show them
@@ -157,14 +154,15 @@ def rows(section: type[Section]) -> dict[str, str]:
 
 def table(section: type[Section]) -> str:
     """Return a section of the page: its heading, links to rows of earlier tables, and the table of its other keys."""
-    own, shared = rows(section), []
+    own, text = rows(section), inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
+    notes = [] if text == f"`{title(section)}`." else [text]
     for earlier in takewhile(lambda one: one is not section, sections()):
         keys = [name for name, row in rows(earlier).items() if own.get(name) == row]
         own = {name: row for name, row in own.items() if name not in keys}
         if keys:
             names = ", ".join(f"`{name}`" for name in keys)
-            shared.append(f"As in [{title(earlier)}](#{anchor(title(earlier))}): {names}.")
-    parts = [f"## {title(section)}", inspect.cleandoc(section.__doc__ or "").replace("\n", " "), *shared]
+            notes.append(f"As in [{title(earlier)}](#{anchor(title(earlier))}): {names}.")
+    parts = [f"## {title(section)}", *([" ".join(notes)] if notes else [])]
     if own:
         parts.append("\n".join(("| key | type | default | meaning | origin |", "|---|---|---|---|---|", *own.values())))
     return "\n\n".join(parts)

@@ -15,7 +15,6 @@ PAGES = sorted(
     for path in (*ROOT.glob("*.md"), *(page for top in ROOT.glob("[!.]*/") for page in top.rglob("*.md")))
     if not {"output", "build", "dist", ".venv"} & set(path.relative_to(ROOT).parts)
 )
-PAST = Path("CHANGELOG.md")  # names what is gone, too
 
 FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -108,7 +107,7 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert list(dead_links(page)) == []
 
 
-@each("page", [page for page in PAGES if page != PAST])
+@each("page", PAGES)
 def test_paths_and_modules_on_a_page_exist(page: Path) -> None:
     named = {name for name in CODE.findall(prose(page)) if FILE.fullmatch(name) or MODULE.fullmatch(name)}
     assert [name for name in sorted(named) if not exists(name)] == []
