@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from itertools import takewhile
 from pathlib import Path
+from textwrap import fill
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -153,19 +154,23 @@ def rows(section: type[Section]) -> dict[str, str]:
 
 
 def table(section: type[Section]) -> str:
-    """Return a section of the page: its heading, links to rows of earlier tables, and the table of its other keys."""
-    own, text = rows(section), inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
-    notes = [] if text == f"`{title(section)}`." else [text]
+    """Return a section of the page: its heading, its description, and the table of its keys.
+
+    A row of an earlier table is not repeated: one row has the names of such keys and a link to that table.
+    """
+    own, shared = rows(section), []
     for earlier in takewhile(lambda one: one is not section, sections()):
         keys = [name for name, row in rows(earlier).items() if own.get(name) == row]
         own = {name: row for name, row in own.items() if name not in keys}
         if keys:
             names = ", ".join(f"`{name}`" for name in keys)
-            notes.append(f"As in [{title(earlier)}](#{anchor(title(earlier))}): {names}.")
-    parts = [f"## {title(section)}", *([" ".join(notes)] if notes else [])]
-    if own:
-        parts.append("\n".join(("| key | type | default | meaning | origin |", "|---|---|---|---|---|", *own.values())))
-    return "\n\n".join(parts)
+            shared.append(f"| {names} | as in [{title(earlier)}](#{anchor(title(earlier))}) |")
+    text = " ".join(inspect.cleandoc(section.__doc__ or "").split())
+    parts = [f"## {title(section)}"]
+    if text != f"`{title(section)}`.":
+        parts.append(fill(text, 120, break_long_words=False, break_on_hyphens=False))
+    head = ("| key | type | default | meaning | origin |", "|---|---|---|---|---|")
+    return "\n\n".join([*parts, "\n".join((*head, *shared, *own.values()))])
 
 
 def page() -> str:

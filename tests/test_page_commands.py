@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from roll_opd.commands import main
-from tests.pages import blocks
 
 ROOT = Path(__file__).parent.parent
 FOLLOWED = {"docs/cli.md", "docs/quickstart.md"}
@@ -64,20 +63,3 @@ def test_a_command_of_a_page(words: list[str], monkeypatch: pytest.MonkeyPatch) 
         assert main.main(["plan", PIPELINES[arguments[0]], *arguments[1:]]) == 0
     else:
         assert arguments[0] != "-m" and (ROOT / arguments[0]).is_file()
-
-
-def test_the_configuration_for_users_of_trinity_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It plans, with the demo's models in the place of the page's."""
-    *_, text = blocks("coming-from-trinity.md", "yaml")
-    models = ROOT / "examples/demo/models"
-    rows = '{"question": "1+1=", "ground_truth": "2", "id": "a", "tag": "math"}\n'
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/train.jsonl").write_text(rows * 64)
-    for name, model in {"Qwen/Qwen3-1.7B": "student", "Qwen/Qwen3-32B": "teacher"}.items():
-        text = text.replace(name, str(models / model))
-    smaller = {"1024": "32", "2048": "48", "tensor_model_parallel_size: 4": "tensor_model_parallel_size: 2"}
-    for size, ours in smaller.items():
-        text = text.replace(size, ours)
-    (tmp_path / "distil.yaml").write_text(text)
-    assert main.main(["plan", "distill", str(tmp_path / "distil.yaml")]) == 0
-    assert "64 prompts x 8 responses = 512 sequences per step, in 1 update(s) of 512" in capsys.readouterr().out

@@ -91,14 +91,15 @@ def test_names_that_need_no_torch_are_those_of_functions() -> None:
         assert same and meant in KL_PENALTIES
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+EXTENDING = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
-    assert len([line for line in code.splitlines() if line]) <= 20
-    (tmp_path / "my_algorithms.py").write_text(code + "\nNUMBER = 3\n")
+    """Write the page's loss, advantage and algorithm into one module."""
+    code = re.findall(r"```python\n(.*?)```", EXTENDING.read_text(encoding="utf-8"), flags=re.DOTALL)
+    parts = [text for text in code if "cubic" in text or '"best_of_batch"' in text]
+    (tmp_path / "my_algorithms.py").write_text("\n".join(parts) + "\nNUMBER = 3\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_algorithms", raising=False)
     return "my_algorithms"
@@ -110,7 +111,7 @@ def test_a_users_functions_by_path_and_by_name(mine: str) -> None:
     ones = torch.ones(2)
     made = LossBatch(ones.log(), ones.log(), ones, ones.bool(), (2,))
     assert loss(made, power=2).tolist() == [-1.0, -1.0]
-    found = advantage(f"{mine}.above_best")(RewardBatch(torch.tensor([1.0, 3.0]), ["a", "a"]))
+    found = advantage(f"{mine}.best_of_batch")(RewardBatch(torch.tensor([1.0, 3.0]), ["a", "a"]))
     assert found.rewards.tolist() == [-2.0, 0.0]
 
 

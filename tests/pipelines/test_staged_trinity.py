@@ -1,6 +1,7 @@
-"""The run of docs/coming-from-trinity.md: a YAML file of Trinity-RFT, with a workflow in its developer guide's form."""
+"""A run from a YAML file of Trinity-RFT, with a workflow in the form of its developer guide."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,7 @@ from runs import REPOSITORY, Run
 from safetensors.torch import load_file
 from stage import Stage
 
-from tests.pages import blocks
-
+TRINITY = Path(__file__).parent / "trinity"
 # of the stage, whose roles are there already: the student on one slot, the engine on the other
 AS_STAGED = (
     "num_gpus_per_node=2",
@@ -29,15 +29,13 @@ def test_a_yaml_of_trinitys_trains(
     """Epochs become steps, rows are found next to the file, and the workflow's reward is trained on."""
     monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path / "checkpoints"))
     monkeypatch.setenv("TRINITY_MODEL_PATH", str(REPOSITORY / "examples/demo/models/student"))
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins/guided.py").write_text(blocks("coming-from-trinity.md", "python")[0])
     (tmp_path / "rows").mkdir()
     rng = np.random.default_rng(0)
     rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in rng.integers(100, 999, (40, 2))]
     (tmp_path / "rows/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "theirs.yaml").write_text(blocks("coming-from-trinity.md", "yaml")[0])
+    shutil.copy(TRINITY / "sums.yaml", tmp_path / "theirs.yaml")
 
-    words = ["--config", str(tmp_path / "theirs.yaml"), f"plugin_dir={tmp_path}/plugins", "logged_samples_per_step=64"]
+    words = ["--config", str(tmp_path / "theirs.yaml"), f"plugin_dir={TRINITY}", "logged_samples_per_step=64"]
     code = stage.launch([*words, *AS_STAGED])
 
     reported, wrong = capfd.readouterr()

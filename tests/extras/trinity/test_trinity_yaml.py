@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from roll_opd.extras.trinity.translation.reading import Machine
 from roll_opd.extras.trinity.translation.translate import translated
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.planner.lora_keys import LINEAR
-from tests.pages import DOCS
 
 pytestmark = pytest.mark.extras
 
@@ -508,15 +506,14 @@ def test_an_auxiliary_model_has_gpus_of_its_own(plan: Planner, root: Path) -> No
 
 
 @pytest.mark.usefixtures("gpus")
-def test_the_two_forms_of_the_page_are_one_run(plan: Planner, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (DOCS / "coming-from-trinity.md").read_text()
+def test_a_run_in_both_forms_is_one_run(plan: Planner, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = (
         text.replace("Qwen/Qwen3-1.7B", str(root / "student"))
         .replace("Qwen/Qwen3-32B", str(root / "teacher"))
         .replace("1024", "32")
         .replace("2048", "48")
         .replace("parallel_size: 4", "parallel_size: 2")
-        for text in re.findall(r"^```yaml.*?\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[-2:]
+        for text in (Path(__file__).parent / "distil_in_both_forms.yaml").read_text(encoding="utf-8").split("---\n")
     )
     monkeypatch.chdir(root)
     (root / "data").mkdir()

@@ -1,10 +1,11 @@
-"""docs/verifiers.md, docs/openenv.md and docs/nemo-gym.md: their code, run with the packages that they describe.
+"""docs/verifiers.md, docs/openenv.md and docs/nemo-gym.md: their examples, run with the packages that they describe.
 
 Tests that need a package are skipped if it is not installed.
 """
 
 import asyncio
 import importlib
+import shutil
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ from tests.pages import BLOCK, DOCS, blocks
 from tests.workflows.test_workflow_endpoint import MODEL, Served, served
 
 VERIFIERS = "needs verifiers (pip install verifiers)"
+EXAMPLES = DOCS.parent / "examples"
 OPENENV = "needs OpenEnv (pip install openenv-core)"
 
 
@@ -46,8 +48,8 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def sums(plugins: Path) -> Any:
     """Return the page's agent, in the directory of its environment."""
     pytest.importorskip("verifiers.v1", reason=VERIFIERS)
-    for name, code in zip(("sums_env", "sums_agent"), blocks("verifiers.md", "python"), strict=True):
-        (plugins / f"{name}.py").write_text(code)
+    for name in ("sums_env.py", "sums_agent.py"):
+        shutil.copy(EXAMPLES / "verifiers" / name, plugins)
     return importlib.import_module("sums_agent")
 
 
@@ -91,8 +93,8 @@ def walk(plugins: Path) -> Iterator[str]:
     pytest.importorskip("openenv.core", reason=OPENENV)
     import uvicorn
 
-    for name, code in zip(("walk_server", "openenv_game"), blocks("openenv.md", "python"), strict=True):
-        (plugins / f"{name}.py").write_text(code)
+    for name in ("walk_server.py", "openenv_game.py"):
+        shutil.copy(EXAMPLES / "openenv" / name, plugins)
     listening = socket.create_server(("127.0.0.1", 0))
     app = importlib.import_module("walk_server").app
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
@@ -126,7 +128,7 @@ def test_a_game_of_openenv_plays(walk: str) -> None:
 
 def test_a_server_of_openenv_that_is_not_there_is_reported(plugins: Path) -> None:
     pytest.importorskip("openenv.core", reason=OPENENV)
-    (plugins / "openenv_game.py").write_text(blocks("openenv.md", "python")[1])
+    shutil.copy(EXAMPLES / "openenv" / "openenv_game.py", plugins)
     game = make("openenv_game.Game", url="http://127.0.0.1:1")
     with pytest.raises(ConnectionError, match="Failed to connect"):
         game.reset(seed=1)
