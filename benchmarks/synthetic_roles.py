@@ -20,7 +20,7 @@ from roll_opd.pipelines import start_roles
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.rewards.interface import Score, Scored
 from roll_opd.samples import transport
-from roll_opd.samples.sharding import Packing, TrainResult
+from roll_opd.samples.micro_batches import Packing, TrainResult
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import BucketMemory, bucketed
 from roll_opd.weight_sync.bucket_writer import BucketHost, Written

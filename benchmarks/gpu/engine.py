@@ -24,11 +24,11 @@ from shapes import SHAPES, Shape
 from roll_opd.config.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
 from roll_opd.config.schema import Dtype
 from roll_opd.megatron import parallel
-from roll_opd.megatron.checkpoint import load_state, save_state
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, weight_buckets
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs
 from roll_opd.megatron.student_engine import MegatronTrainer
+from roll_opd.megatron.training_state import load_state, save_state
 from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.megatron.weights.fused_experts import as_stored
 from roll_opd.models.flops import TRAINED, sequence_flops

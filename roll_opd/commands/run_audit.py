@@ -7,8 +7,8 @@ from typing import Any
 
 from roll_opd.base.command_line import DONE, FAILED, USER_ERROR
 from roll_opd.base.failures import ConfigError, os_sentence
+from roll_opd.tracking.audit import examine
 from roll_opd.tracking.audit_records import Evidence
-from roll_opd.tracking.ledger import examine
 
 MAX_ERRORS = 50  # printed
 MAX_DRAWS = 10_000  # whose prompts are read from the data files

@@ -25,8 +25,8 @@ from roll_opd.megatron.packing import PackedBatch
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.weight_files import VALUE_HEAD
 from roll_opd.objective.token_advantages import clipped_values, value_loss
+from roll_opd.samples.micro_batches import TrainResult
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.sharding import TrainResult
 
 
 class ValueHead(torch.nn.Module):
@@ -114,7 +114,7 @@ class MegatronCritic(MegatronLearner):
         """Make one optimizer update from a mini-batch.
 
         The samples have the columns of `objective.columns.value_columns`. With `assigned`, `samples` are only this
-        data-parallel rank's shard (see `samples.sharding`).
+        data-parallel rank's shard (see `samples.micro_batches`).
 
         The `sums` of the result are sums over this rank's samples:
 

@@ -2,7 +2,7 @@
 
 The engine runs under plain `torchrun` or in a Ray worker. Every method is collective: all ranks of the role call it.
 There are two ways to pass a batch. Either all ranks pass the whole batch, or each data-parallel rank passes its own
-shard together with the micro-batches in `assigned` (see `samples.sharding`).
+shard together with the micro-batches in `assigned` (see `samples.micro_batches`).
 """
 
 import math
@@ -26,8 +26,8 @@ from roll_opd.megatron.offload import DeviceMemory
 from roll_opd.megatron.packing import PackedBatch, columns_of, pack
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.objective.engine_evidence import tested_settings
+from roll_opd.samples.micro_batches import Packing
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.sharding import Packing
 from roll_opd.samples.transport import as_array
 
 # functions of a micro-batch on the last pipeline stage: (output of the model, batch) -> ...
@@ -247,7 +247,7 @@ class MegatronEngine:
         }
 
     def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, group_size: int = 1) -> list[list[int]]:
-        """Return the micro-batches of this data-parallel rank, as lists of sample indices (see `samples.sharding`)."""
+        """Return this data-parallel rank's micro-batches as lists of sample indices; see `samples.micro_batches`."""
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.packing.assign(sequences, limits, group_size)[self.data_parallel_rank]
 

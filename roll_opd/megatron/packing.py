@@ -26,8 +26,8 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from roll_opd.samples.micro_batches import shared_prefix
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.sharding import shared_prefix
 from roll_opd.samples.transport import as_tensor
 
 
@@ -210,7 +210,7 @@ def pack(
 
     Args:
         share_prefixes: if two consecutive samples share a prompt prefix, store it once, provided that this saves work
-            (see `samples.sharding`).
+            (see `samples.micro_batches`).
         like: a sample with the same columns. If `samples` is empty, the pack has empty columns with its names and
             dtypes.
         routes: (L, K), the shape of a token's routes. If it is given, the pack includes the routes of the samples.

@@ -23,8 +23,8 @@ from roll_opd.objective.engine_evidence import SAMPLED_BY, engine_sums, tested_s
 from roll_opd.objective.opd_loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES, policy_loss
 from roll_opd.objective.reverse_kl import sampled_mask
+from roll_opd.samples.micro_batches import TrainResult
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.sharding import TrainResult
 from roll_opd.samples.transport import as_tensor
 
 
@@ -49,7 +49,7 @@ class MegatronTrainer(MegatronLearner):
         Args:
             samples: have the columns that `objective.columns.loss_columns` returns.
             step: the step of the run, counted from 1.
-            assigned: if it is given, `samples` are only this data-parallel rank's shard (see `samples.sharding`).
+            assigned: if it is given, `samples` are only this data-parallel rank's shard (see `samples.micro_batches`).
 
         The `sums` of the result are sums over this rank's action tokens. Losses are weighted by the token weights.
 

@@ -35,6 +35,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, Progress, validation
+from roll_opd.tracking.ledger import Ledger
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     LEDGER,
@@ -42,7 +43,6 @@ from roll_opd.tracking.run_directory import (
     SAMPLES,
     SKIPPED_SAMPLES,
     VALIDATION_SAMPLES,
-    Ledger,
     RunDirectory,
     read_jsonl,
 )

@@ -1,4 +1,4 @@
-"""Read the records of the steps in a run directory, for the audit in `ledger`.
+"""Read the records of the steps in a run directory, for `audit`.
 
 Every file may be missing, cut or damaged. A value has its type after reading; whatever has another type is damage.
 """
@@ -14,15 +14,14 @@ from typing import Any, TypeVar
 
 import yaml
 
+from roll_opd.tracking.ledger import FATES, VERSIONS
 from roll_opd.tracking.run_directory import (
-    FATES,
     LEDGER,
     METRICS,
     PROMPTS,
     RESUMING,
     RUN_FACTS,
     SAMPLES,
-    VERSIONS,
     checkpoints_of,
 )
 

@@ -19,7 +19,7 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -35,8 +35,6 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
 LEDGER = "ledger.jsonl"
-FATES = ("trained", "filtered", "failed")  # outcomes of a draw in the ledger
-VERSIONS = "versions"  # in the ledger: oldest and newest version of the weights that sampled each trained draw
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
@@ -328,51 +326,3 @@ def lock_run(run: Path) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         yield
-
-
-class Ledger:
-    """Appends rows to the ledger of a run. A resumed run continues the checksum chain.
-
-    The first row has the id of the run. `rows` is the number of rows, and `checksum` that of the last row.
-    """
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        rows = read_jsonl(run.path / LEDGER)
-        self.rows, self.checksum = len(rows), rows[-1]["checksum"] if rows else 0
-
-    def append(
-        self,
-        step: int,
-        trained: Sequence[int],
-        filtered: Sequence[int],
-        versions: Sequence[Sequence[int]] = (),
-        failed: Sequence[int] = (),
-    ) -> None:
-        """Append the row of a step.
-
-        Raises OSError if the row cannot be written (see `RunDirectory.append_jsonl`).
-
-        Args:
-            trained: draws that the step trained on.
-            filtered: draws that were filtered out.
-            versions: (oldest, newest) weight version that sampled each trained draw.
-            failed: draws that were left out because runs or rewards failed.
-        """
-        row: dict[str, Any] = {"step": step, **dict(zip(FATES, map(list, (trained, filtered, failed)), strict=True))}
-        row |= {VERSIONS: [list(pair) for pair in versions]} if versions else {}
-        if not self.rows and (run := self._run.id):
-            row["run"] = run
-        self.checksum = ledger_checksum(row, self.checksum)
-        self._run.append_jsonl(LEDGER, [{**row, "checksum": self.checksum}])
-        self.rows += 1
-
-
-def ledger_checksum(row: Mapping[str, Any], before: int) -> int:
-    """Return the CRC-32 of a row of the ledger. `before` is the checksum of the previous row.
-
-    It covers the step, the draws of each fate, the versions and the id of the run. Rows of earlier versions have no
-    fate `failed` and no id.
-    """
-    content = [row["step"], *(row[field] for field in (*FATES, VERSIONS, "run") if field in row)]
-    return zlib.crc32(json.dumps(content).encode(), before)

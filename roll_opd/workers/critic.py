@@ -14,8 +14,8 @@ from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CriticPlan, MegatronPlan
 from roll_opd.models.device_phases import LEARNING, WEIGHTS, Kind, needs
 from roll_opd.objective.columns import value_columns
+from roll_opd.samples.micro_batches import DPShard, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
-from roll_opd.samples.sharding import DPShard, ShardedBatch, shard_batch
 from roll_opd.samples.transport import Compact
 from roll_opd.tracking.reward_metrics import statistics
 from roll_opd.workers.group import actor, gathered

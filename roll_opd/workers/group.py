@@ -30,8 +30,8 @@ from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
 from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.models.device_phases import Kind, declare
+from roll_opd.samples.micro_batches import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef
-from roll_opd.samples.sharding import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.transport import Compact
 
 _NAMES: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # running actors -> names in messages

@@ -21,8 +21,8 @@ import ray
 from roll_opd.base.failures import SkippedUpdates
 from roll_opd.config.plan import FollowingPlan, MegatronPlan, TrainPlan
 from roll_opd.models.device_phases import NOTHING, STATE, WEIGHTS, Kind, Part, Phase, needs
+from roll_opd.samples.micro_batches import Assignment, DPShard, Packing, ShardedBatch, TrainResult
 from roll_opd.samples.sample import TargetRef
-from roll_opd.samples.sharding import Assignment, DPShard, Packing, ShardedBatch, TrainResult
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description, map_bucket
 from roll_opd.tracking.console import Count
@@ -336,8 +336,8 @@ class TrainableRank(Rank):
 
         Call `written` to get the list of files.
         """
-        from roll_opd.megatron.checkpoint import save_state
         from roll_opd.megatron.export import save_adapter
+        from roll_opd.megatron.training_state import save_state
 
         later = self._async_save
         parts = [save_state(self._engine, directory / "state", later=later), self._save_hf(directory / "hf", later)]
@@ -348,7 +348,7 @@ class TrainableRank(Rank):
     @needs(STATE)
     def load(self, directory: Path) -> None:
         """Load a saved state."""
-        from roll_opd.megatron.checkpoint import load_state
+        from roll_opd.megatron.training_state import load_state
 
         load_state(self._engine, directory / "state")
 

@@ -19,8 +19,8 @@ from roll_opd.models.device_phases import LEARNING, NOTHING, WEIGHTS, Kind, need
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.corrections import check_staleness
 from roll_opd.objective.engine_evidence import TESTED_SETTINGS, engine_metrics, marked
+from roll_opd.samples.micro_batches import ROUTER_LOSSES, DPShard, ShardedBatch, TrainResult, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef, changed, shard_sample, with_columns
-from roll_opd.samples.sharding import ROUTER_LOSSES, DPShard, ShardedBatch, TrainResult, shard_batch
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 from roll_opd.weight_sync.bucket_writer import BucketWriter, Written

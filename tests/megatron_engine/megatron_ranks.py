@@ -20,15 +20,15 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
-from roll_opd.megatron import checkpoint
 from roll_opd.megatron import optimizer as learner_module
+from roll_opd.megatron import training_state
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors
 from roll_opd.megatron.optimizer import MegatronLearner
 from roll_opd.megatron.student_engine import MegatronTrainer
 from roll_opd.models.memory import shard_of, train_memory
 from roll_opd.models.model_info import read_model
-from roll_opd.samples.sharding import TrainResult
+from roll_opd.samples.micro_batches import TrainResult
 
 # jobs whose gradients are reduced, and parameters gathered, while something else is computed, in small buckets
 OVERLAPPED = (
@@ -133,7 +133,7 @@ def save(learner: MegatronLearner, directory: Path) -> None:
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
-    SAVES.append(WRITER.submit(checkpoint.save_state(learner, directory, later=True)))
+    SAVES.append(WRITER.submit(training_state.save_state(learner, directory, later=True)))
 
 
 def saved() -> None:

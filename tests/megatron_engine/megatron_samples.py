@@ -9,8 +9,8 @@ import torch
 
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.aggregation import loss_scales, scaled, value_scales
+from roll_opd.samples.micro_batches import TrainResult
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.sharding import TrainResult
 
 
 @dataclass(frozen=True)

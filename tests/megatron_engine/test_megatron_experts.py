@@ -16,7 +16,7 @@ from megatron_jobs import experts, routers
 from safetensors.torch import load_file
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.samples.sharding import assign, singles
+from roll_opd.samples.micro_batches import assign, singles
 from tests.cover import cover, tiered
 
 GRID = experts.EXPERT_GRID

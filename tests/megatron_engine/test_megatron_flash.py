@@ -15,7 +15,7 @@ from torch import Tensor
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.megatron import flash_kernels
 from roll_opd.megatron.packing import Sample, pack
-from roll_opd.samples.sharding import relatives
+from roll_opd.samples.micro_batches import relatives
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 SCALE = 1 / math.sqrt(WIDTH)

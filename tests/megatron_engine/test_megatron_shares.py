@@ -6,8 +6,8 @@ import pytest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
+from roll_opd.samples.micro_batches import Packing, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef, as_columns, changed, teacher_columns
-from roll_opd.samples.sharding import Packing, shard_batch
 from roll_opd.workers.target_refs import opened, with_targets
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())

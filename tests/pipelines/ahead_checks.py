@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from runs import Run
 
 from roll_opd.samples.versions import sampling_versions
-from roll_opd.tracking.ledger import audit
+from roll_opd.tracking.audit import audit
 
 
 def ahead(bound: int, depth: int | None = None, on_update: str = "continue") -> tuple[str, ...]:

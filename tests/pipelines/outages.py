@@ -39,7 +39,7 @@ from roll_opd.teachers.http_teacher import http_scorer
 from roll_opd.teachers.kinds import TeacherStart
 from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.views import view_of
-from roll_opd.tracking.ledger import audit
+from roll_opd.tracking.audit import audit
 from roll_opd.tracking.run_directory import read_jsonl
 
 STEPS, PROMPTS, GROUP = 5, 8, 4

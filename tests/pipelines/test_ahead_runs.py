@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_lora_runs import LORA
 from test_self_distillation import FOLLOWERS, HINTS
 
-from roll_opd.tracking.ledger import audit
+from roll_opd.tracking.audit import audit
 from roll_opd.tracking.run_directory import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]

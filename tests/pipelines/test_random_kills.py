@@ -28,7 +28,7 @@ import pytest
 import runs
 from runs import RLVR, Run
 
-from roll_opd.tracking.ledger import audit
+from roll_opd.tracking.audit import audit
 from roll_opd.tracking.run_directory import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]

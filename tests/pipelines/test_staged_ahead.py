@@ -13,7 +13,7 @@ from test_rewarded_runs import TEACHERS
 from test_staged_environments import settings_of
 from test_staged_runs import DEMONSTRATIONS
 
-from roll_opd.tracking.ledger import audit
+from roll_opd.tracking.audit import audit
 from tests.cover import tiered
 
 STEPS, PROMPTS, RUNS = 4, 8, 4

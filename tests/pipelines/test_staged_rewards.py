@@ -16,7 +16,7 @@ from runs import REPOSITORY, Run
 from stage import SHORT, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.base.frozen import freeze
-from roll_opd.tracking.ledger import audit
+from roll_opd.tracking.audit import audit
 from roll_opd.workers.reward_pool import RewardPool
 
 STEPS = 3

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
+from roll_opd.samples.micro_batches import Packing, ShardedBatch
 from roll_opd.samples.sample import Sample, as_columns
-from roll_opd.samples.sharding import Packing, ShardedBatch
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scoring import Teacher
 from roll_opd.teachers.teacher_checks import Check

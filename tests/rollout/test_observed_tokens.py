@@ -36,8 +36,8 @@ from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.reference_kl import kl_coefs
 from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.samples.micro_batches import Packing, ShardedBatch
 from roll_opd.samples.sample import Sample, TargetRef, as_columns, teacher_columns
-from roll_opd.samples.sharding import Packing, ShardedBatch
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.tracking.console import Console, progress_line

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.samples.sharding import (
+from roll_opd.samples.micro_batches import (
     Unit,
     assign,
     micro_batches,

@@ -14,15 +14,14 @@ import yaml
 
 from roll_opd.data.prompt_source import epoch_order
 from roll_opd.rollout.staleness import GroupWindow, Pace
+from roll_opd.tracking.ledger import FATES, Ledger
 from roll_opd.tracking.run_directory import (
-    FATES,
     LEDGER,
     METRICS,
     PROMPTS,
     RUN_FACTS,
     SAMPLES,
     STEP_FILES,
-    Ledger,
     RunDirectory,
     checkpoints_of,
     checksum,

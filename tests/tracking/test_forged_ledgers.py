@@ -10,7 +10,7 @@ from forger import KINDS, KINDS_OF_VERSIONS, rows_of, write
 from legal_runs import Settings, Source, start
 
 from roll_opd.commands.main import main
-from roll_opd.tracking.ledger import examine
+from roll_opd.tracking.audit import examine
 from roll_opd.tracking.run_directory import RunDirectory, checkpoints_of
 from tests.cover import tiered
 

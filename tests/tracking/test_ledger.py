@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from roll_opd.commands.main import main
-from roll_opd.tracking.ledger import audit
-from roll_opd.tracking.run_directory import LEDGER, Ledger, RunDirectory, truncate_jsonl
+from roll_opd.tracking.audit import audit
+from roll_opd.tracking.ledger import Ledger
+from roll_opd.tracking.run_directory import LEDGER, RunDirectory, truncate_jsonl
 
 STEPS = [([0, 2], [1]), ([3, 4], []), ([6, 7], [5])]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from legal_runs import legal_run
 
-from roll_opd.tracking.ledger import examine
+from roll_opd.tracking.audit import examine
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(60, marks=pytest.mark.nightly)])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import ray
 
+from roll_opd.samples.micro_batches import DPShard
 from roll_opd.samples.sample import TargetRef
-from roll_opd.samples.sharding import DPShard
 from roll_opd.workers import target_refs
 from roll_opd.workers.target_refs import hold, opened
 

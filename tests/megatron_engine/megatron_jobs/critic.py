@@ -13,7 +13,7 @@ from megatron_registry import jobs, operation
 from megatron_samples import value_columns_of
 
 from roll_opd.config.plan import CriticPlan, MicroBatchLimits, ModelPlan
-from roll_opd.megatron import checkpoint
+from roll_opd.megatron import training_state
 from roll_opd.megatron.critic_engine import MegatronCritic, save_critic_hf
 
 CRITIC_LAYOUTS = tuple(name for name in TRAIN_LAYOUTS if not LAYOUTS[name].vpp)
@@ -52,7 +52,7 @@ def critic(job: Job, root: Path) -> None:
     )
     model = MegatronCritic(plan, seed=0)
     if "load" in job:
-        checkpoint.load_state(model, root / job["load"])
+        training_state.load_state(model, root / job["load"])
     write_arrays(root / f"{job['name']}-values.npz", model.values(data.sequences(layouts.VOCABULARY)))
     records = []
     for step in range(data.SAVED_AFTER if "load" in job else 0, data.UPDATES):

@@ -14,7 +14,7 @@ from megatron_registry import jobs, operation
 from megatron_samples import updated
 
 from roll_opd.config.plan import MicroBatchLimits, ObjectivePlan
-from roll_opd.megatron import checkpoint
+from roll_opd.megatron import training_state
 from roll_opd.megatron.export import save_hf
 
 EXPERT_LAYOUTS = ("tp1", "tp2sp", "pp2", "ep2", "tp2ep2", "cp2ep2", "ep4", "pp2ep2", "tp2etp2ep2")
@@ -54,7 +54,7 @@ def experts(job: Job, root: Path) -> None:
     limits = MicroBatchLimits(tokens=70)
     trainer = trainer_of(job, root, data.optimizer_plan(True, changed=job.get("changed", False)), limits)
     if job["load"]:
-        checkpoint.load_state(trainer, root / job["load"])
+        training_state.load_state(trainer, root / job["load"])
     else:
         for name, (rows, tokens, temperature, trainer.share_prefixes) in data.PASSES.items():
             trainer.plan = replace(trainer.plan, forward_limits=MicroBatchLimits(sequences=rows, tokens=tokens))

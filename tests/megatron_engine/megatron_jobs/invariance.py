@@ -26,7 +26,7 @@ from roll_opd.megatron.optimizer import MegatronLearner
 from roll_opd.megatron.student_engine import MegatronTrainer
 from roll_opd.objective.aggregation import MODES
 from roll_opd.objective.registry import POLICY_LOSSES
-from roll_opd.samples.sharding import TrainResult
+from roll_opd.samples.micro_batches import TrainResult
 from tests.cover import cover
 
 INVARIANT = (*POLICY_LOSSES.builtin, "topk", "full")  # losses of a policy

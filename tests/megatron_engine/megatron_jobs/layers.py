@@ -19,8 +19,8 @@ from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.megatron import rotary
 from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.megatron.packing import pack
+from roll_opd.samples.micro_batches import relatives
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.sharding import relatives
 
 WINDOWS = (0, 3, 33)
 # prompt and responses of each group

@@ -12,7 +12,7 @@ from megatron_registry import jobs, operation
 from megatron_samples import updated
 
 from roll_opd.config.plan import LoraPlan, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TrainPlan
-from roll_opd.megatron import checkpoint, parallel
+from roll_opd.megatron import parallel, training_state
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import save_adapter, save_hf
 from roll_opd.megatron.student_engine import MegatronTrainer
@@ -78,7 +78,7 @@ def lora(job: Job, root: Path) -> None:
     plan, layout = trainer.plan, trainer.plan.layout
     devices, path = plan.devices, plan.model.path
     if job["load"]:
-        checkpoint.load_state(trainer, root / job["load"])
+        training_state.load_state(trainer, root / job["load"])
     sequences = data.sequences(layouts.VOCABULARY)
     with trainer.adapters.disabled():
         write_arrays(root / f"{job['name']}-off.npz", trainer.compute_logprobs(sequences, 1.0))

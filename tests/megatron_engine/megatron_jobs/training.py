@@ -12,7 +12,7 @@ from megatron_registry import jobs, operation
 from megatron_samples import updated
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.megatron import checkpoint
+from roll_opd.megatron import training_state
 from roll_opd.megatron.export import save_hf
 
 TRAIN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2dp2", "tp2pp2", "cp2", "pp2vpp2")
@@ -86,7 +86,7 @@ def train(job: Job, root: Path) -> None:
     limits = MicroBatchLimits(tokens=job["tokens"])
     trainer = trainer_of(job, root, optimizer_of(job, job["distributed"]), limits)
     if job["load"]:
-        checkpoint.load_state(trainer, root / job["load"])
+        training_state.load_state(trainer, root / job["load"])
     records = []
     for step in range(data.SAVED_AFTER if job["load"] else 0, data.UPDATES):
         samples = data.train_samples(step, objective, job["count"])

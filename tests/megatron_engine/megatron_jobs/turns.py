@@ -11,7 +11,7 @@ from megatron_samples import columns_of, updated
 from megatron_turns import AFTER_UPDATE, BEFORE_UPDATE, InTurns
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.megatron import checkpoint
+from roll_opd.megatron import training_state
 from roll_opd.megatron.export import save_hf
 from roll_opd.models.device_phases import Phase
 
@@ -60,7 +60,7 @@ def turns(job: Job, root: Path) -> None:
     in_turns.phase(Phase.GENERATE)  # while the copies are written
     saved()
     in_turns.phase(Phase.RESTORE)
-    checkpoint.load_state(trainer, root / f"{job['name']}.ckpt")
+    training_state.load_state(trainer, root / f"{job['name']}.ckpt")
     in_turns.phases(Phase.GENERATE, Phase.WEIGHT_SYNC)
     write_json(root / f"{job['name']}.json", records)
     write_json(root / f"{job['name']}-sizes.json", in_turns.sizes)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import chain, groupby, islice, pairwise
 from typing import Any
 
+from roll_opd.tracking.audit_facts import IDS, Done, Facts, compare_samples
 from roll_opd.tracking.audit_records import Evidence, SourcePosition, steps_of
-from roll_opd.tracking.ledger_facts import IDS, Done, Facts, compare_samples
-from roll_opd.tracking.run_directory import LEDGER, METRICS, PROMPTS, RUN_FACTS, SAMPLES, ledger_checksum
+from roll_opd.tracking.ledger import ledger_checksum
+from roll_opd.tracking.run_directory import LEDGER, METRICS, PROMPTS, RUN_FACTS, SAMPLES
 from roll_opd.tracking.summary import FAILED_PROMPTS, summarize
 
 EPOCH = "data/epoch"
