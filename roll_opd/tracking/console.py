@@ -190,16 +190,20 @@ def example(step: int, answer: Mapping[str, Any], width: int) -> str:
 def cut(text: str, width: int) -> str:
     """Return the beginning of `text` in one line of at most `width` columns, without control characters."""
     text = "".join(character if character.isprintable() else " " for character in text[:MAX_CUT])
-    line = " ".join(text.split())
-    if _columns_of(line) <= width:
+    return shortened(" ".join(text.split()), width)
+
+
+def shortened(line: str, width: int) -> str:
+    """Return a line, cut to at most `width` columns. A line that was cut ends with an ellipsis."""
+    if columns_of(line) <= width:
         return line
     line = line[:width]
-    while _columns_of(line) >= width:
+    while columns_of(line) >= width:
         line = line[:-1]
     return f"{line.rstrip()}…"
 
 
-def _columns_of(text: str) -> int:
+def columns_of(text: str) -> int:
     """Return the number of columns of a text: a wide character has two, a combining mark has none."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 

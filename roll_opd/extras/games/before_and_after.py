@@ -4,17 +4,16 @@ A run prints this text at its end.
 """
 
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from roll_opd.extras.report.text import visible
 from roll_opd.pipelines.run_hooks import RunHook
+from roll_opd.tracking.console import columns_of, shortened
 from roll_opd.tracking.run_directory import VALIDATION_SAMPLES, read_jsonl
 
 WIDTH, MAX_LINES = 35, 40  # maximum columns and lines of one game's text
-WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # Chinese, Japanese and emoji take two columns, combining accents none
 MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # marks of chat templates around messages
 ROLES = {"system", "user", "assistant", "tool", "model"}
 NEEDED = {"step", "id", "reward", "prompt", "response", "token_ends", "action_mask"}
@@ -53,7 +52,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
     better = (name for name in both if (after[name]["reward"] or 0) > (before[name]["reward"] or 0))
     name = next(better, both[0])
     sides = [_lines(one[name], f"step {step}") for one, step in ((before, first_step), (after, last_step))]
-    padded = ((left + " " * (WIDTH - _columns(left)), right) for left, right in zip_longest(*sides, fillvalue=""))
+    padded = ((left + " " * (WIDTH - columns_of(left)), right) for left, right in zip_longest(*sides, fillvalue=""))
     lines = [f"{left} | {right}".rstrip() for left, right in padded]
     return "\n".join([f"{name}, a held-out game before and after training", *lines])
 
@@ -81,29 +80,9 @@ def _lines(row: Mapping[str, Any], when: str) -> list[str]:
             start_of_turn = start
         acted = acts
     cut = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], f"... {len(lines) - MAX_LINES + 1} lines"]
-    return [f"{when}{reward}", *map(_cut, cut)]
+    return [f"{when}{reward}", *(shortened(line, WIDTH) for line in cut)]
 
 
 def _text_lines(text: str, mark: str = "") -> list[str]:
     lines = [line.rstrip() for line in MARKUP.sub("\n", text).split("\n")]
     return [mark + visible(line) for line in lines if line and line not in ROLES]
-
-
-def _columns(text: str) -> int:
-    """Return the number of terminal columns that `text` needs."""
-    if text.isascii():
-        return len(text)
-    wide = sum(unicodedata.east_asian_width(character) in WIDE for character in text)
-    return len(text) + wide - sum(unicodedata.category(character) in NO_WIDTH for character in text)
-
-
-def _cut(line: str) -> str:
-    """Return `line`, shortened if it is wider than `WIDTH` columns.
-
-    A shortened line ends with three dots.
-    """
-    if _columns(line) <= WIDTH:
-        return line
-    while _columns(line) > WIDTH - 3:
-        line = line[:-1]
-    return f"{line}..."

@@ -138,8 +138,7 @@ class VerdictCache(Generic[Answer]):
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._known: OrderedDict[str, Answer] = OrderedDict()
-        self._pending: dict[str, _SharedCall[Answer]] = {}
+        self._calls: OrderedDict[str, _SharedCall[Answer]] = OrderedDict()
 
     async def get(self, question: str, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         """Return the answer to a question, from the cache if possible.
@@ -149,30 +148,23 @@ class VerdictCache(Generic[Answer]):
         """
         if not self._size:
             return await ask()
-        if question in self._known:
-            self._known.move_to_end(question)
-            return self._known[question]
-        call = self._pending.get(question)
+        call = self._calls.get(question)
         if call is None:
-            call = self._pending[question] = _SharedCall(asyncio.ensure_future(ask()))
-            call.task.add_done_callback(lambda task: self._keep(question, task))
+            call = self._calls[question] = _SharedCall(asyncio.ensure_future(ask()))
+            if len(self._calls) > self._size:
+                self._calls.popitem(last=False)
+        else:
+            self._calls.move_to_end(question)
         call.waiting += 1
         try:
             return await asyncio.shield(call.task)
         finally:
             call.waiting -= 1
-            if not call.waiting and not call.task.done():  # all waiters were cancelled
-                self._pending.pop(question, None)
+            has_failed = call.task.done() and (call.task.cancelled() or call.task.exception() is not None)
+            if has_failed or not (call.waiting or call.task.done()):  # or all waiters were cancelled
                 call.task.cancel()
-
-    def _keep(self, question: str, task: "asyncio.Task[Answer]") -> None:
-        call = self._pending.get(question)
-        if call is not None and call.task is task:
-            del self._pending[question]
-        if not task.cancelled() and task.exception() is None:
-            self._known[question] = task.result()
-            if len(self._known) > self._size:
-                self._known.popitem(last=False)
+                if self._calls.get(question) is call:
+                    del self._calls[question]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import roll_opd
 from roll_opd.extras.report import samples
 from roll_opd.extras.report.curves import averaged
-from roll_opd.extras.report.panels import MODES, all_metrics, before_after, charts, mode_of, with_surprise
+from roll_opd.extras.report.panels import all_metrics, before_after, charts, with_surprise
 from roll_opd.extras.report.run_files import RunRecord, find_run, number, read_run
 from roll_opd.extras.report.text import limited, rounded, script_json, visible
 from roll_opd.tracking.clock import PHASES
@@ -62,7 +62,7 @@ def page(data: dict[str, Any]) -> str:
 
 def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
     """Return all data of the page, as JSON types."""
-    mode, rows = mode_of(run), with_surprise(run.metrics)
+    mode, rows = limited(run.facts.get("mode")), with_surprise(run.metrics)
     shown, pairs = samples.chosen_samples(run.samples), samples.answers_by_prompt(run.answers)
     everyone = shown + [row for group in pairs for row in group]
     limit = samples.fair_limit([samples.length_of(row) for row in everyone])
@@ -71,7 +71,7 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
     return {
         "title": limited(run.config.get("exp_name") or run.path.parent.name),
         "mode": mode,
-        "mode_title": limited(run.facts.get("title") or MODES.get(mode) or "training"),
+        "mode_title": limited(run.facts.get("title") or "training"),
         "run": visible(run.path.name),
         "version": roll_opd.__version__,
         "made": (now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.extras.report.curves import downsample, ends, points, trend
-from roll_opd.extras.report.run_files import RunRecord
 from roll_opd.extras.report.text import limited, rounded
 from roll_opd.tracking.reward_metrics import GRADED
 from roll_opd.tracking.summary import (
@@ -29,14 +28,6 @@ DIGITS = 6
 STUDENT_LOGPROB = "opd/student_logprob"
 SURPRISE = "surprise"  # computed here: the mean of -log p over sampled tokens, which estimates the entropy
 MAX_METRICS, METRIC_POINTS = 200, 300  # maximum metrics outside the panels, and maximum points per metric
-
-MODES = {  # titles for runs whose title was not recorded
-    "pure": "pure on-policy distillation",
-    "mixed": "on-policy distillation with a reward",
-    "rl": "reinforcement learning",
-    "sft": "supervised fine-tuning",
-    "dpo": "direct preference optimization",
-}
 
 
 @dataclass(frozen=True)
@@ -140,22 +131,6 @@ PANELS = (
     ),
     Panel("Gradient norm", "Norm before clipping.", (("actor/grad_norm", "student"),)),
 )
-
-
-def mode_of(run: RunRecord) -> str:
-    """Return the mode of the run; "" if unknown.
-
-    The mode was recorded when the run started. If it is missing, it is derived from the metrics.
-    """
-    recorded = run.facts.get("mode")
-    if isinstance(recorded, str):
-        return recorded
-    names = {name for row in run.metrics for name in row}
-    if "dpo/loss" in names or "sft/loss" in names:
-        return "dpo" if "dpo/loss" in names else "sft"
-    if REVERSE_KL in names:
-        return "mixed" if run.config.get("use_opd") is True and not run.config.get("is_pure_opd") else "pure"
-    return "rl" if "critic/score/mean" in names else ""
 
 
 def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:

@@ -68,4 +68,4 @@ def test_wide_characters_keep_the_other_column_aligned(said: str, columns: int) 
     if columns + 2 <= 35:  # after the mark of an action
         assert right == f"> {said}" and left == right + " " * (35 - 2 - columns)
     else:
-        assert right == f"> {'向右走' * 5}..." and left == right + " " * (35 - 2 - 30 - 3)
+        assert right == f"> {'向右走' * 5}向…" and left == right

@@ -106,7 +106,7 @@ def test_the_data_equal_the_runs(tmp_path: Path) -> None:
     assert "Clipped tokens" not in titles and "KL to the reference policy" not in titles
     accuracy = data["charts"][1]
     assert accuracy["references"] == [{"name": "teacher", "value": 1.0}, {"name": "start", "value": 0.125}]
-    assert data["mode_title"] == "pure on-policy distillation" and data["state"]["kind"] == "finished"
+    assert data["mode_title"] == "training" and data["state"]["kind"] == "finished"  # no title is on record
     table = {row["name"]: row for row in data["table"]}
     assert (table["Validation accuracy"]["before"], table["Validation accuracy"]["after"]) == (0.125, 0.875)
     assert table["Validation accuracy"]["teacher"] == 1
@@ -370,10 +370,12 @@ def test_the_state_of_a_run_is_finished_stopped_or_open(tmp_path: Path) -> None:
     assert of(run.path).data["state"]["kind"] == "open"
     run.summary_file.unlink()
     assert re.match(r"Not finished: 7 of 6 steps, the last one written 20", of(run.path).data["state"]["text"])
-    (run.path / "run.json").write_text('{"mode": "mixed", "ended": "RunError: all is lost"}')
+    (run.path / "run.json").write_text(
+        '{"title": "on-policy distillation with a reward", "ended": "RunError: all is lost"}'
+    )
     data = of(run.path).data
     assert data["state"] == {"kind": "stopped", "text": "Stopped after 7 of 6 steps: RunError: all is lost"}
-    assert data["mode_title"] == "on-policy distillation with a reward"
+    assert data["mode_title"] == "distillation"
 
 
 def test_runs_without_a_rollout(tmp_path: Path) -> None:
@@ -381,6 +383,7 @@ def test_runs_without_a_rollout(tmp_path: Path) -> None:
     run.append_jsonl(METRICS, [{"step": 0, "val/loss": 2.0, "val/dpo/margin": 0.0}])
     run.append_jsonl(METRICS, [{"step": 1, "dpo/loss": 0.6, "dpo/margin": 0.1, "dpo/accuracy": 1.0, "time/train": 1.0}])
     run.append_jsonl(METRICS, [{"step": 2, "dpo/loss": 0.5, "dpo/margin": 0.3, "dpo/accuracy": 1.0, "val/loss": 1.0}])
+    (tmp_path / "run.json").write_text('{"mode": "dpo", "title": "direct preference optimization"}')
     data = contents(read_run(tmp_path))
     assert data["mode"] == "dpo" and [chart["title"] for chart in data["charts"]] == [
         "Loss",

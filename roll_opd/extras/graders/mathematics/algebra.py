@@ -18,7 +18,6 @@ from sympy import (
     Intersection,
     Interval,
     N,
-    Rational,
     Reals,
     Set,
     Union,
@@ -27,7 +26,7 @@ from sympy.logic.boolalg import Boolean
 from sympy.matrices import MatrixBase
 from sympy.simplify.simplify import simplify
 
-from roll_opd.extras.graders.mathematics.notation import brackets_inside, split_outside
+from roll_opd.extras.graders.mathematics.notation import brackets_inside, is_no_rounding, split_outside
 
 _READ = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _PLAIN_PRODUCTS = ConversionConfig(interpret_as_mixed_fractions=False)  # mixed numbers are already fractions
@@ -84,9 +83,7 @@ def contradict(value: str, rounding: str) -> bool:
     measured = N(number, _DIGITS)
     if not (measured.is_real and measured.is_finite):
         return False
-    decimal, unit = N(rounding, _DIGITS), Rational(1, 10 ** len(rounding.partition(".")[2]))
-    is_cut_off = abs(decimal) <= abs(measured) and decimal * measured >= 0
-    return bool(abs(measured - decimal) >= unit if is_cut_off else abs(measured - decimal) > unit / 2)
+    return bool(is_no_rounding(measured, N(rounding, _DIGITS), rounding))
 
 
 def _read(text: str) -> Basic | MatrixBase:

@@ -15,6 +15,7 @@ from roll_opd.extras.graders.mathematics.notation import (
     as_number,
     assigned,
     exact,
+    is_no_rounding,
     members_of,
     plain,
     point_of,
@@ -272,9 +273,7 @@ def _contradict(text: str, rounding: str, algebra: Algebra) -> bool:
     if number is None:
         return algebra.contradict(value, decimal["digits"])
     number /= scale * (100 if text.endswith("%") else 1)
-    digits, unit = Fraction(decimal["digits"]), Fraction(1, 10 ** len(decimal["digits"].partition(".")[2]))
-    is_cut_off = abs(digits) <= abs(number) and digits * number >= 0
-    return abs(number - digits) >= unit if is_cut_off else abs(number - digits) > unit / 2
+    return is_no_rounding(number, Fraction(decimal["digits"]), decimal["digits"])
 
 
 def _without_percent(text: str) -> str:

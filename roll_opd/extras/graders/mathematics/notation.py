@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 MAX_EXPRESSION = 500  # characters; longer answers are compared as text
 MAX_DIGITS = 100  # digits on each side of the decimal point; longer numbers are compared as text
@@ -305,6 +306,18 @@ _RATIONAL = re.compile(
     rf"|(\d{{0,{MAX_DIGITS}}})(?:\.(\d{{1,{MAX_DIGITS}}})|\.)?(?:\s*/\s*(\d{{1,{MAX_DIGITS}}}))?)",
     re.ASCII,
 )
+
+
+def is_no_rounding(value: Any, decimal: Any, digits: str) -> Any:
+    """Return whether a decimal is neither a rounding nor a truncation of a value.
+
+    Args:
+        value, decimal: exact numbers of the same kind, such as fractions.
+        digits: the decimal as written.
+    """
+    unit = Fraction(1, 10 ** len(digits.partition(".")[2]))
+    is_cut_off = abs(decimal) <= abs(value) and decimal * value >= 0
+    return abs(value - decimal) >= unit if is_cut_off else abs(value - decimal) > unit / 2
 
 
 def as_number(text: str) -> Fraction | None:

@@ -64,13 +64,6 @@ class Translation:
         """Return (value, key) of the first Trinity-RFT key that is set; (default, "") if none is set."""
         return next(((self.found[key], key) for key in keys if key in self.found), (default, ""))
 
-    def either(self, key: str, default: Any) -> tuple[Any, str]:
-        """Return (value, key) of a Trinity-RFT key; (default, "") if it is not set.
-
-        The caller passes both to `put`.
-        """
-        return self.first(key, default=default)
-
     def put(self, ours: str, value: Any, *by: str) -> None:
         """Set a key of this package.
 

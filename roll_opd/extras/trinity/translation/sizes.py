@@ -132,7 +132,7 @@ def _megatron(read: Translation) -> None:
             copy *= size
     key = "trainer.megatron.sequence_parallel"
     if read.get("trainer.megatron.tensor_model_parallel_size", 1) != 1:
-        read.put(f"{ours}.sequence_parallel", *read.either(key, True))
+        read.put(f"{ours}.sequence_parallel", *read.first(key, default=True))
     read.devices //= copy
 
 
@@ -218,7 +218,7 @@ def training(read: Translation) -> None:
         read.put("critic_warmup", warmup, key)
     if (kept := read.get(f"{_VERL}.max_actor_ckpt_to_keep")) is not None:
         read.put("max_ckpt_to_keep", kept, f"{_VERL}.max_actor_ckpt_to_keep")
-    read.put("save_steps", *read.either("trainer.save_interval", 0))
+    read.put("save_steps", *read.first("trainer.save_interval", default=0))
     is_dynamic, because = read.first("trainer.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz", default=True)
     if is_dynamic:
         longest = read.values.get("prompt_length", 0), read.values.get("response_length", 0)

@@ -107,8 +107,8 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
         return
     files = _files(read, TASKSET, files_of)
     read.put("{train}.data_args.file_name", files, *_place(read, TASKSET))
-    read.put("prompt_key", *read.either(f"{TASKSET}.format.prompt_key", "prompt"))
-    read.put("response_key", *read.either(f"{TASKSET}.format.response_key", "response"))
+    read.put("prompt_key", *read.first(f"{TASKSET}.format.prompt_key", default="prompt"))
+    read.put("response_key", *read.first(f"{TASKSET}.format.response_key", default="response"))
     for name in ("system_prompt", "reply_prefix"):
         value, key = read.first(f"{TASKSET}.format.{name}", f"{INPUT}.{name}")
         if value is not None:
@@ -274,4 +274,4 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
             read.put(f"validation.generating_args.{ours}", value, key)
     repeats, key = read.first(f"{first}.rollout_args.n", f"{first}.repeat_times", default=1)
     read.put("validation.generating_args.num_return_sequences", repeats, key)
-    read.put("eval_steps", *read.either("explorer.eval_interval", 100))
+    read.put("eval_steps", *read.first("explorer.eval_interval", default=100))
