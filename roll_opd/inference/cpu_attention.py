@@ -1,17 +1,9 @@
-"""vLLM's attention on CPUs: the head sizes that it supports, and a fix of its linear attention.
-
-The head sizes are read from vLLM's source, because importing vLLM takes seconds. With vLLM 0.32, a step of linear
-attention with a single token crashes the engine.
-"""
+"""Head sizes that vLLM's attention supports on CPUs, read from vLLM's source: importing vLLM takes seconds."""
 
 import ast
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BACKENDS = "v1/attention/backends"
 PLAIN = (f"{BACKENDS}/cpu_attn.py", "CPUAttentionBackend")
@@ -45,25 +37,3 @@ def _literal(function: ast.FunctionDef) -> tuple[int, ...]:
     except ValueError:  # not a literal in this version of vLLM
         return ()
     return tuple(size for size in found if isinstance(size, int))
-
-
-def copies_single_tokens() -> None:
-    """Patch vLLM's linear attention to copy the projections of a single token. Idempotent.
-
-    PyTorch treats a single row of a wider matrix as contiguous, whatever its strides are. The convolution kernel reads
-    the strides, so it needs a copy with the strides of a single row.
-    """
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-
-    module: Any = gdn_attention
-    compute = module._cpu_gdn_attention_nonspec
-    if getattr(compute, "copies", False):
-        return
-
-    def with_copy(layer: Any, metadata: Any, mixed_qkv: "Tensor", *rest: "Tensor") -> None:
-        # a new tensor has the strides of its shape
-        projections = mixed_qkv.new_empty(mixed_qkv.shape).copy_(mixed_qkv) if len(mixed_qkv) == 1 else mixed_qkv
-        compute(layer, metadata, projections, *rest)
-
-    with_copy.copies = True  # type: ignore[attr-defined]
-    module._cpu_gdn_attention_nonspec = with_copy

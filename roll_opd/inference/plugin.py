@@ -38,7 +38,7 @@ def register() -> None:
         _watch_parent()
         _drop_tqdm_lock()
         _skip_cleanup()
-        _correct_linear_attention()
+        _correct_cpu_kernels()
         _record_routes()
         _coalesce_outputs()
 
@@ -75,16 +75,17 @@ def _skip_cleanup() -> None:
             module.cleanup_dist_env_and_memory = lambda *_, **__: remove_rendezvous_file()
 
 
-def _correct_linear_attention() -> None:
+def _correct_cpu_kernels() -> None:
     if multiprocessing.parent_process() is None:
         return
     with suppress(ImportError):
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            from roll_opd.inference.cpu_attention import copies_single_tokens
+            from roll_opd.inference.cpu_kernels import copies_single_tokens, expands_all_types
 
             copies_single_tokens()
+            expands_all_types()
 
 
 def _record_routes() -> None:
