@@ -6,11 +6,12 @@ The elements of an array are decoded one by one, so an array may be larger than 
 number in the array, starting at 1. The `position` of a row is the offset of its first byte.
 """
 
-import codecs
 import json
+import mmap
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from roll_opd.data.rows import DataError
 
@@ -122,44 +123,35 @@ def _head(path: Path, size: int) -> bytes:
         return b""  # an error is reported when the file is read
 
 
-CHUNK = 2**20  # bytes read at a time; doubled as long as an element is incomplete
-# maximum characters of an element; without it, a missing bracket would make the whole file one element
-MAX_ELEMENT = 2**28
-# an error this close to the end of the decoded text may come from an incomplete token, such as `nul` or `\ud83`
-PARTIAL = 16
-NUMBER_CHARACTERS = "0123456789.eE+-"
-SPACE = " \t\r\n\ufeff"
+# a token that ends an element or changes its nesting; the brackets and commas in a string are part of it
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]', re.DOTALL)
+_NESTING = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
+_SPACE = re.compile(rb"[ \t\r\n]*")
 
 
 class JsonArrayFile:
-    """`RowFile` whose rows are the elements of one JSON array."""
+    """`RowFile` whose rows are the elements of one JSON array. The file is mapped into memory, not read as a whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def scan(self) -> Iterator[tuple[int, int, Any]]:
-        with self.path.open("rb") as file:
-            window = _Window(file, 0)
-            if window.skip() != "[":
-                raise self._broken(1, window.position, "an array must begin with [")
-            window.take(1)
-            number = 0
-            while (sign := window.skip()) != "]":
-                if number:
-                    if sign != ",":
-                        raise self._broken(number, window.position, "no comma after it" if sign else "cut off")
-                    window.take(1)
-                    window.skip()
-                number += 1
-                position = window.position
-                yield number, position, self._value(window, number)
-            window.take(1)
-            if window.skip():
-                raise self._broken(number, window.position, "text after the end of the array")
+        data = self._mapped()
+        start = _after_space(data, len(BOM) if data[: len(BOM)] == BOM else 0)
+        if data[start : start + 1] != b"[":
+            raise self._broken(1, start, "an array must begin with [")
+        first = _after_space(data, start + 1)
+        number, end = 0, first if data[first : first + 1] == b"]" else start
+        while data[end : end + 1] != b"]":
+            number += 1
+            position, value, end = self._element(data, end + 1, number)
+            yield number, position, value
+        if (rest := _after_space(data, end + 1)) < len(data):
+            raise self._broken(number, rest, "text after the end of the array")
 
     def read(self, positions: Sequence[int]) -> list[Any]:
-        with self.path.open("rb") as file:
-            return [self._value(_Window(file, position), 0) for position in positions]
+        data = self._mapped()
+        return [self._element(data, position, 0)[1] for position in positions]
 
     def column(self, name: str) -> Iterator[Any]:
         return (value.get(name) for _, _, value in self.scan() if isinstance(value, dict))
@@ -170,11 +162,26 @@ class JsonArrayFile:
     def bytes_before(self, position: int) -> int:
         return position
 
-    def _value(self, window: "_Window", number: int) -> Any:
+    def _mapped(self) -> mmap.mmap:
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _element(self, data: mmap.mmap, start: int, number: int) -> tuple[int, Any, int]:
+        """Return (position, value, end) of the element after `start`; `end` is the comma or the bracket after it."""
+        position, depth = _after_space(data, start), 0
+        for token in _TOKEN.finditer(data, position):
+            if not depth and token[0] in (b",", b"]"):
+                break
+            depth += _NESTING.get(token[0], 0)
+        else:
+            raise self._broken(number, len(data), "cut off")
         try:
-            return window.value()
+            # keeps invalid UTF-8; the row is reported as a bad row
+            value = json.loads(data[position : token.start()].decode("utf-8", "surrogateescape"))
         except (ValueError, RecursionError) as error:
-            raise self._broken(number, window.position, str(error)[:80]) from None
+            is_next = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+            raise self._broken(number, position, "no comma after it" if is_next else str(error)[:80]) from None
+        return position, value, token.start()
 
     def _broken(self, number: int, position: int, what: str) -> DataError:
         return DataError(
@@ -183,56 +190,7 @@ class JsonArrayFile:
         )
 
 
-class _Window:
-    """The decoded part of a file. `position` is the byte offset of the next character in the file."""
-
-    def __init__(self, file: BinaryIO, position: int) -> None:
-        file.seek(position)
-        self.position = position
-        self._file, self._text, self._next, self._ended = file, "", 0, False
-        # keeps invalid UTF-8, so that byte offsets stay correct; the row is reported as a bad row
-        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-
-    def skip(self) -> str:
-        """Skip white space, and return the next character, or "" at the end of the file."""
-        while True:
-            rest = self._next
-            while rest < len(self._text) and self._text[rest] in SPACE:
-                rest += 1
-            self.take(rest - self._next)
-            if self._next < len(self._text) or not self._more(CHUNK):
-                return self._text[self._next : self._next + 1]
-
-    def value(self) -> Any:
-        """Decode and return the next value. Raises ValueError for invalid JSON."""
-        size = CHUNK
-        while True:
-            try:
-                value, end = json.JSONDecoder().raw_decode(self._text, self._next)
-                after = self._text[end : end + 1]
-                if self._ended or (after and after not in NUMBER_CHARACTERS):  # an incomplete number is valid JSON
-                    break
-            except json.JSONDecodeError as error:
-                is_cut = "Unterminated" in error.msg or error.pos > len(self._text) - PARTIAL
-                if self._ended or not is_cut or len(self._text) - self._next > MAX_ELEMENT:
-                    raise
-            self._more(size)
-            size *= 2
-        self.take(end - self._next)
-        return value
-
-    def take(self, characters: int) -> None:
-        """Skip a number of characters."""
-        taken = self._text[self._next : self._next + characters]
-        self.position += len(taken.encode("utf-8", "surrogateescape"))
-        self._next += characters
-
-    def _more(self, size: int) -> bool:
-        """Read and decode `size` more bytes. Return False at the end of the file."""
-        if self._ended:
-            return False
-        raw = self._file.read(size)
-        self._ended = not raw
-        self._text = self._text[self._next :] + self._decoder.decode(raw, self._ended)
-        self._next = 0
-        return True
+def _after_space(data: mmap.mmap, position: int) -> int:
+    space = _SPACE.match(data, position)
+    assert space  # it may be empty
+    return space.end()

@@ -5,8 +5,8 @@ and stores its path in an environment variable. In vLLM's processes, our plugin 
 vLLM's logger write the first exception to this file. If a signal such as SIGILL ends a process, Python's faulthandler
 writes the stack to the same file.
 
-A parent that is killed by SIGKILL cannot stop its children. Therefore a daemon thread in the child watches the parent
-process. When the kernel has assigned a different parent to the child, the thread exits the child.
+A parent that is killed by SIGKILL cannot stop its children. Therefore a daemon thread in the child waits for the end
+of the parent process, and then exits the child.
 `cluster.process_reaper` kills the processes that a killed driver leaves.
 
 On a busy machine, vLLM kills ranks that do not exit within seconds. Ray then kills the engine's process group,
@@ -118,25 +118,29 @@ def _exit_reason(error: Exception) -> str:
 
 
 ORPHAN_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
+POLL_SECONDS = 0.5
 TRACKER_TIMEOUT_S = 5.0  # the tracker exits after the last process connected to it
 _THREAD_NAME = "roll_opd-die-with-parent"
 
 
-def die_with_parent(poll_seconds: float = 0.5) -> None:
-    """Start a thread that exits this process (`os._exit`) within about `poll_seconds` of its parent's death.
+def die_with_parent() -> None:
+    """Start a thread that exits this process (`os._exit`) after its parent has died. A second call has no effect.
 
-    The parent is the parent process at the time of the call. A second call has no effect.
+    The parent is the process that started this one: with multiprocessing not the fork server, and otherwise the parent
+    process at the time of the call.
     """
     if any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         return
-    watcher = threading.Thread(target=_watch, args=(os.getppid(), poll_seconds), name=_THREAD_NAME, daemon=True)
-    watcher.start()
+    own, of_system = multiprocessing.parent_process(), os.getppid()
+    threading.Thread(target=_exit_after, args=(own, of_system), name=_THREAD_NAME, daemon=True).start()
 
 
-def _watch(parent_pid: int, poll_seconds: float) -> None:
+def _exit_after(parent: Any, parent_pid: int) -> None:
     # not PR_SET_PDEATHSIG, which fires at the end of the parent *thread*: too early for a pool or an actor
-    while os.getppid() == parent_pid:
-        time.sleep(poll_seconds)
+    if parent is not None:
+        parent.join()
+    while parent is None and os.getppid() == parent_pid:
+        time.sleep(POLL_SECONDS)
     os._exit(ORPHAN_EXIT_CODE)
 
 

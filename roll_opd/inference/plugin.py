@@ -6,13 +6,12 @@ started the engine, the plugin also patches vLLM, and makes vLLM's child process
 
 import multiprocessing
 import os
-import threading
 from contextlib import suppress
 from typing import Any
 
 from roll_opd.base.torch_imports import import_without_torchvision
 from roll_opd.inference.coalesce_outputs import coalesces_outputs, ends_version, sends_versions
-from roll_opd.inference.failure import ORPHAN_EXIT_CODE, record_errors
+from roll_opd.inference.failure import die_with_parent, record_errors
 
 PLUGIN_NAME = "roll_opd"
 # weight-transfer backends; `checked_*` are vLLM's, with a check that all weights arrived
@@ -23,7 +22,6 @@ BACKENDS = {
     NCCL: ("roll_opd.weight_sync.cuda_receiver", "CheckedNcclEngine"),
 }
 DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
-_THREAD_NAME = "roll_opd-follow-parent"
 
 
 def register() -> None:
@@ -35,7 +33,8 @@ def register() -> None:
     import_without_torchvision()
     _register_backends()
     if os.environ.get(DIE_WITH_PARENT) == "1":
-        _watch_parent()
+        if multiprocessing.parent_process() is not None:  # a front end may outlive its shell
+            die_with_parent()
         _drop_tqdm_lock()
         _skip_cleanup()
         _correct_cpu_kernels()
@@ -123,16 +122,3 @@ def remove_rendezvous_file() -> None:
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         os.unlink(store.path)
-
-
-def _watch_parent() -> None:
-    # only vLLM's children (engine core, workers): a front end may outlive its shell
-    parent = multiprocessing.parent_process()
-    if parent is None or any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
-        return
-
-    def exit_with_parent() -> None:
-        parent.join()  # not the process of getppid(), which may be the fork server
-        os._exit(ORPHAN_EXIT_CODE)
-
-    threading.Thread(target=exit_with_parent, name=_THREAD_NAME, daemon=True).start()

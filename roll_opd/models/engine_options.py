@@ -20,7 +20,7 @@ from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Optional, Union, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -47,11 +47,23 @@ CLASSES = {
         tuple(f"config.{name}" for name in ("cache", "scheduler", "parallel", "model", "load", "offload")),
     ),
 }
-FORMAT = 1  # format version of the cache files
+FORMAT = 2  # format version of the cache files
 TIMEOUT_S = 300
-_PLAIN: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "null": None}
-_CONTAINERS: dict[str, Any] = {"dict": dict, "list": list, "tuple": tuple}
-_BOUNDS = {"gt": Gt, "ge": Ge, "lt": Lt, "le": Le}
+_BOUNDS = (Gt, Ge, Lt, Le)
+# the names that may occur in the text of a type
+_PLAIN = (int, float, bool, str, type(None), dict, list, tuple, *_BOUNDS)
+_NAMES: dict[str, Any] = {kind.__name__: kind for kind in _PLAIN}
+_NAMES |= {
+    "List": list,
+    "Dict": dict,
+    "Tuple": tuple,
+    "Annotated": Annotated,
+    "Any": Any,
+    "Literal": Literal,
+    "Optional": Optional,
+    "Union": Union,
+}
+_NAMES["__builtins__"] = {}
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from roll_opd.models.engine_options import main; main({engines!r})"
 _answers: dict[str, dict[str, Any]] = {}  # answers in this process: engine -> encoded fields, or {"error": reason}
 
@@ -75,7 +87,7 @@ def engine_fields(engine: str) -> dict[str, Any] | None:
         found = _answers.get(engine) or _cached(files[engine])
     if not found or "error" in found:
         return None
-    return {name: decoded(text) for name, text in found.items()}
+    return decoded(found)
 
 
 def _cache_file(engine: str) -> Path | None:
@@ -165,66 +177,37 @@ def main(engines: Mapping[str, tuple[str, str, str, tuple[str, ...]]]) -> None:
     print(json.dumps(found))
 
 
-def _fields(options: OptionClass) -> dict[str, Any]:
+def _fields(options: OptionClass) -> dict[str, str]:
     module = importlib.import_module(f"{options.package}.{options.module}")
-    bounds: dict[str, dict[str, float]] = {}
+    bounds: dict[str, dict[type, Any]] = {}
     for name in options.bounded:
         for kind in list(vars(importlib.import_module(f"{options.package}.{name}")).values()):
             for field, info in getattr(kind, "__pydantic_fields__", {}).items():
-                bounds.setdefault(field, {}).update(_bounds(info.metadata))
+                own = {type(item): item for item in info.metadata if isinstance(item, _BOUNDS)}
+                bounds.setdefault(field, {}).update(own)
     found = {item.name: encoded(item.type) for item in fields(getattr(module, options.name))}
-    return {name: _with_bounds(text, bounds.get(name)) for name, text in found.items()}
+    for name in found.keys() & {field for field, own in bounds.items() if own}:
+        if found[name] != "Any":
+            found[name] = f"Annotated[{found[name]}, {', '.join(map(repr, bounds[name].values()))}]"
+    return found
 
 
-def _bounds(metadata: list[Any]) -> dict[str, float]:
-    return {name: getattr(item, name) for item in metadata for name, kind in _BOUNDS.items() if isinstance(item, kind)}
+def encoded(annotation: Any) -> str:
+    """Return a type as the text of a Python expression.
 
-
-def _with_bounds(text: Any, bounds: dict[str, float] | None) -> Any:
-    return {"of": text, **bounds} if bounds and text != "any" else text
-
-
-def encoded(annotation: Any) -> Any:
-    """Return a type, encoded as JSON.
-
-    The result is "any" if a part of the type is not a plain Python type.
+    The result is "Any" if a part of the type is not a plain Python type.
     """
+    text = annotation.__name__ if type(annotation) is type else repr(annotation).replace("typing.", "")
     try:
-        return _encoded(annotation)
-    except TypeError:
-        return "any"
+        decoded({"option": text})
+    except (NameError, SyntaxError, TypeError, AttributeError):
+        return "Any"
+    return text
 
 
-def _encoded(annotation: Any) -> Any:
-    if annotation in (None, type(None)):
-        return "null"
-    for name, kind in (_PLAIN | _CONTAINERS | {"any": Any}).items():
-        if annotation is kind:
-            return name
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return {"literal": list(arguments)}
-    parts = ["..." if part is ... else _encoded(part) for part in arguments]
-    if origin in (Union, types.UnionType):
-        return {"union": parts}
-    for name, kind in _CONTAINERS.items():
-        if origin is kind:
-            return {name: parts}
-    raise TypeError(f"{annotation} is not a plain type")
-
-
-def decoded(text: Any) -> Any:
-    """Return the type for its JSON form `text`. This is the inverse of `encoded`."""
-    if isinstance(text, str):
-        return (_PLAIN | _CONTAINERS | {"any": Any, "...": ...})[text]
-    if "of" in text:
-        bounds = [_BOUNDS[name](bound) for name, bound in text.items() if name != "of"]
-        return Annotated[(decoded(text["of"]), *bounds)]
-    ((kind, parts),) = text.items()
-    if kind == "literal":
-        return Literal[tuple(parts)]
-    arguments = tuple(map(decoded, parts))
-    return Union[arguments] if kind == "union" else _CONTAINERS[kind][arguments]  # noqa: UP007
+def decoded(texts: dict[str, str]) -> dict[str, Any]:
+    """Return {option: type} for {option: text of the type}. This is the inverse of `encoded`."""
+    return get_type_hints(types.SimpleNamespace(__annotations__=texts), _NAMES, include_extras=True)
 
 
 _DECIDED = """

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 HERE = str(Path(__file__).parent)
 
@@ -44,13 +45,16 @@ def kill_and_see_who_is_left(process: subprocess.Popen) -> list[psutil.Process]:
     return left
 
 
-def test_a_child_follows_its_parent() -> None:
+@pytest.mark.parametrize("kind", ["multiprocessing", "other"])
+def test_a_child_follows_its_parent(kind: str) -> None:
     program = """
-import multiprocessing, time
+import multiprocessing, sys, time
 from roll_opd.inference.failure import die_with_parent
 
 def child(ready):
-    die_with_parent(poll_seconds=0.05)
+    if sys.argv[1] == "other":
+        multiprocessing.parent_process = lambda: None
+    die_with_parent()
     ready.set()
     time.sleep(600)
 
@@ -61,4 +65,4 @@ ready.wait()
 print("ready", flush=True)
 time.sleep(600)
 """
-    assert kill_and_see_who_is_left(run_until_ready(program)) == []
+    assert kill_and_see_who_is_left(run_until_ready(program, kind)) == []
