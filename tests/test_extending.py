@@ -20,7 +20,8 @@ FILES = {
     "A reward": "roll_opd/rewards/builtin/keyword.py",
     "A tracker": "roll_opd/tracking/builtin/text.py",
 }
-MODELS = REPOSITORY / "examples" / "demo" / "models"
+EXAMPLES = REPOSITORY / "examples"
+MODELS = EXAMPLES / "demo" / "models"
 
 
 def section(title: str) -> str:
@@ -164,60 +165,27 @@ print(json.dumps([objective.policy_loss, dict(objective.policy_loss_args), objec
 
 @pytest.mark.slow
 @pytest.mark.nightly  # a run; every push plans the page's other pipeline
-@pytest.mark.parametrize("where", ["in the package", "from outside"])
-def test_a_pipeline_runs(copy: Path, where: str) -> None:
-    keys, loop = code("A pipeline")
-    name = "self_paced"
-    if where == "in the package":
-        with open(copy / "roll_opd/config/schema/supervised_keys.py", "a", encoding="utf-8") as schema:
-            schema.write(f"\n\n{keys}")
-        (copy / "roll_opd/pipelines/self_paced.py").write_text(loop, encoding="utf-8")
-    else:
-        name = "my_pipelines.self_paced"
-        (copy / "my_pipelines").mkdir()
-        imports = (
-            "from dataclasses import dataclass\nfrom typing import Annotated\nfrom pydantic import Field\n"
-            "from roll_opd.config.schema import *\n"
-        )
-        keys = keys.replace('pipeline = "self_paced"', f'pipeline = "{name}"')
-        head, _, body = loop.partition('"""\n')
-        (copy / "my_pipelines/self_paced.py").write_text(f'{head}"""\n{imports}{body}\n\n{keys}', encoding="utf-8")
-    config = (copy / "examples/demo/sft.yaml").read_text(encoding="utf-8").replace("sft_train", "learner")
+def test_a_pipeline_runs(linked: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "own"
+    directory.mkdir()
+    shutil.copy(EXAMPLES / "pipelines/self_paced.py", directory)
+    config = (EXAMPLES / "demo/sft.yaml").read_text(encoding="utf-8").replace("sft_train", "learner")
     config = config.replace("data/learner.jsonl", "data/sft_train.jsonl")
-    (copy / "examples/demo/self_paced.yaml").write_text(config, encoding="utf-8")
-    overrides = ["max_steps=2", "keep=0.25", "track_with=stdout", "eval_steps=0", f"output_dir={copy}/output"]
-    command = [
-        "-m",
-        "roll_opd.commands.main",
-        "run",
-        name,
-        "--config_path",
-        "demo",
-        "--config_name",
-        "self_paced",
-        *overrides,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=copy)
+    (directory / "self_paced.yaml").write_text(config, encoding="utf-8")
+    overrides = ["max_steps=2", "keep=0.25", "track_with=stdout", "eval_steps=0", f"output_dir={tmp_path}/output"]
+    command = ["run", "self_paced", "--config_path", str(directory), "--config_name", "self_paced", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(linked)}
+    command = [sys.executable, "-m", "roll_opd.commands.main", *command]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=linked)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (copy / "output/demo_sft/latest/metrics.jsonl").read_text().splitlines()]
+    run = tmp_path / "output/demo_sft/latest"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "self_paced/loss" in row] == [1, 2]
-    assert len(list((copy / "output/demo_sft/latest/checkpoints/step_2/hf").glob("*.safetensors"))) == 1
+    assert len(list((run / "checkpoints/step_2/hf").glob("*.safetensors"))) == 1
 
 
-def with_rollout_pipeline(root: Path) -> None:
-    """Make the changes of the page's section on pipelines with a rollout."""
-    keys, loop = code("A pipeline with a rollout")
-    schema = root / "roll_opd/config/schema/rollout_keys.py"
-    text = schema.read_text(encoding="utf-8")
-    schema.unlink()  # in a linked copy, the file of the repository stays
-    schema.write_text(f"{text}\n\n{keys}", encoding="utf-8")
-    (root / "roll_opd/pipelines/best_and_worst.py").write_text(loop, encoding="utf-8")
-
-
-def test_the_changes_of_the_page_plan_a_pipeline_with_a_rollout(linked: Path) -> None:
-    """Selected by name, with its own keys, in each mode; without the name, the plan is as before."""
-    with_rollout_pipeline(linked)
+def test_the_example_of_a_pipeline_with_a_rollout_is_planned() -> None:
+    """Selected by name, with its own keys, in each mode; without the name, the plan is the usual one."""
     program = """
 import json
 from dataclasses import replace
@@ -240,7 +208,7 @@ by_key = load_plan("demo", "rlvr", ["keep=2"])
 print(json.dumps([plan.pipeline, dict(plan.pipeline_args), to_json(plan)["pipeline"], plan.title, mixed.mode,
                   dict(mixed.pipeline_args), usual.pipeline, same, by_key.pipeline, refused]))
 """
-    *found, refused = python(linked, program)
+    *found, refused = python(REPOSITORY, program, EXAMPLES / "pipelines")
     assert found == [
         "best_and_worst",
         {"keep": 2},
@@ -257,39 +225,27 @@ print(json.dumps([plan.pipeline, dict(plan.pipeline_args), to_json(plan)["pipeli
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("where", ["in the package", "from outside"])
-def test_a_pipeline_with_a_rollout_runs(copy: Path, where: str) -> None:
+def test_a_pipeline_with_a_rollout_runs(linked: Path, tmp_path: Path) -> None:
     """With one best and one worst of four answers, half of the samples are masked."""
-    name = "best_and_worst"
-    if where == "in the package":
-        with_rollout_pipeline(copy)
-    else:
-        name = "my_pipelines.best_and_worst"
-        keys, loop = code("A pipeline with a rollout")
-        head, _, body = loop.partition('"""\n')
-        imports = "from dataclasses import dataclass\nfrom roll_opd.config.schema import OURS, Many, Top, key\n"
-        keys = keys.replace('pipeline = "best_and_worst"', f'pipeline = "{name}"')
-        (copy / "my_pipelines").mkdir()
-        (copy / "my_pipelines/best_and_worst.py").write_text(f'{head}"""\n{imports}{body}\n\n{keys}', encoding="utf-8")
-    command = ["-m", "roll_opd.commands.main", "run", name, "examples/demo/rlvr.yaml", "keep=1", "max_steps=2"]
-    command += ["rollout_batch_size=16", "actor_train.training_args.gradient_accumulation_steps=1"]
-    command += ["eval_steps=0", "track_with=stdout", f"output_dir={copy}/output"]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=copy)
+    command = ["-m", "roll_opd.commands.main", "run", "best_and_worst", str(EXAMPLES / "demo/rlvr.yaml"), "keep=1"]
+    command += ["rollout_batch_size=16", "actor_train.training_args.gradient_accumulation_steps=1", "max_steps=2"]
+    command += ["eval_steps=0", "track_with=stdout", f"output_dir={tmp_path}/output"]
+    environment = {**os.environ, "PYTHONPATH": str(linked)}
+    directory = EXAMPLES / "pipelines"
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=directory)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (copy / "output/demo_rlvr/latest/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "output/demo_rlvr/latest/metrics.jsonl").read_text().splitlines()]
     masked = {row["step"]: row["rollout/masked/best_and_worst"] for row in rows if "actor/total_loss" in row}
     assert masked == {1: 0.5, 2: 0.5}
 
 
 OTHER_TEACHER = ["~teacher.strategy_args", "~teacher.device_mapping", "~teacher.use_dynamic_batching_in_infer"]
 OTHER_TEACHER += ["~teacher.max_tokens_per_microbatch_in_infer"]
-OTHER_TEACHER += ["+teacher.scorer={name: my_teachers.HuggingFace, args: {precision: bfloat16}}"]
+OTHER_TEACHER += ["+teacher.scorer={name: huggingface_teacher.HuggingFace, args: {precision: bfloat16}}"]
 
 
-def test_a_teacher_kind_from_outside_is_planned(tmp_path: Path) -> None:
+def test_a_teacher_kind_from_outside_is_planned() -> None:
     """It has no devices and its own row; keys of other kinds are reported, and so are wrong names and arguments."""
-    (tmp_path / "my_teachers.py").write_text(code("A teacher kind")[0], encoding="utf-8")
     program = f"""
 import json
 from roll_opd.base.failures import ConfigError
@@ -312,12 +268,12 @@ check_user_code(plan)
 print(json.dumps([teacher.source.args["precision"], teacher.role is None, to_json(plan)["roles"]["teacher"],
                   plan.warnings, planned("+teacher.infer_batch_size=3").warnings,
                   [refused("+teacher.http={{url: 'http://teacher.example:1'}}"),
-                   refused("teacher.scorer.name=my_teachers.Other"), refused("teacher.scorer.name=http"),
+                   refused("teacher.scorer.name=huggingface_teacher.Other"), refused("teacher.scorer.name=http"),
                    refused("teacher.scorer.args={{precision: half}}"), refused("teacher.scorer.args={{size: 3}}")]]))
 """
-    precision, is_external, row, warnings, unread, refused = python(REPOSITORY, program, tmp_path)
+    precision, is_external, row, warnings, unread, refused = python(REPOSITORY, program, EXAMPLES / "teachers")
     assert precision == "bfloat16" and is_external
-    assert row["strategy"] == "scorer, my_teachers.HuggingFace" and row["devices"] == []
+    assert row["strategy"] == "scorer, huggingface_teacher.HuggingFace" and row["devices"] == []
     assert Path(row["model"]).samefile(MODELS / "teacher")
     assert not any("teacher" in warning for warning in warnings)
     assert any("infer_batch_size" in warning for warning in unread)
@@ -328,7 +284,7 @@ print(json.dumps([teacher.source.args["precision"], teacher.role is None, to_jso
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_run_with_a_teacher_kind_from_outside(linked: Path) -> None:
-    (linked / "my_teachers.py").write_text(code("A teacher kind")[0], encoding="utf-8")
+    shutil.copy(EXAMPLES / "teachers/huggingface_teacher.py", linked)
     command = ["-m", "roll_opd.commands.main", "run", "examples/demo/onpolicy_distill.yaml", *OTHER_TEACHER]
     command += ["max_steps=2", "eval_steps=0", "track_with=stdout", f"output_dir={linked}/output"]
     environment = {**os.environ, "PYTHONPATH": str(linked)}

@@ -1,7 +1,7 @@
 """docs/extending.md: the scorer of the section on teachers replaces the Megatron teacher in a real run."""
 
 import json
-import re
+import runpy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +21,7 @@ TOPK_CHECKS = {"sampling temperature", "sees its input", "top-16 overlap"}
 
 
 def scorer_of_the_page() -> Any:
-    page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
-    (code,) = re.findall(
-        r"```python\n(.*?)```", page.partition("## A teacher kind\n")[2].partition("\n## ")[0], re.DOTALL
-    )
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/extending.md", "exec"), names)
-    return names["HuggingFace"]
+    return runpy.run_path(str(REPOSITORY / "examples/teachers/huggingface_teacher.py"))["HuggingFace"]
 
 
 def test_another_scorer_teaches_what_the_megatron_teacher_teaches(
