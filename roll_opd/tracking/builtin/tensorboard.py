@@ -1,11 +1,11 @@
 """TensorBoard event files: the metrics as charts, and a few samples and the configuration as text.
 
-A metric gets no chart if it always equals another metric or always has its default value (`ChartedMetrics`).
+A metric gets no chart as long as it equals another metric or has its default value (`new_charts`).
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,43 +39,24 @@ CHARTS = "charts.json"  # names of the metrics that have a chart
 DIGITS = 9  # duplicates may differ in summation order, so they are compared with a tolerance
 
 
-class ChartedMetrics:
-    """Chooses the metrics that get a chart.
+def new_charts(charted: Collection[str], metrics: Mapping[str, float]) -> list[str]:
+    """Return the metrics of a step that get a chart from now on.
 
-    A metric gets no chart as long as all its values are the default, or equal the values of another metric. As soon as
-    one value differs, all points of the metric are returned.
+    A metric gets a chart at the first step at which its value is not its default, and differs from the values of all
+    charted metrics.
     """
-
-    def __init__(self, shown: Iterable[str] = ()) -> None:
-        """`shown`: metrics that have a chart whatever their values are."""
-        self.shown = set(shown)
-        self._held: dict[str, list[tuple[int, float]]] = {}  # points of metrics that are withheld so far
-        self._histories: dict[str, int] = {}  # name -> hash of all steps and values
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, int, float]]:
-        """Add the metrics of a step, and return the points to chart.
-
-        A point is (name, step, value). Points of earlier steps are included if their metric has no chart yet.
-        """
-        for name, value in metrics.items():
-            self._histories[name] = hash((self._histories.get(name), step, f"{value:.{DIGITS}g}"))
-        new = []
-        for name, value in metrics.items():
-            if name in self.shown:
-                new.append((name, step, value))
-            else:
-                self._held.setdefault(name, []).append((step, value))
-        charted = {self._histories.get(name) for name in self.shown}
-        for name, points in list(self._held.items()):
-            if self._histories[name] not in charted and any(value != _default(name) for _, value in points):
-                charted.add(self._histories[name])
-                self.shown.add(name)
-                new += [(name, *point) for point in self._held.pop(name)]
-        return new
+    values = {_rounded(metrics[name]) for name in charted if name in metrics}
+    new = []
+    for name, value in metrics.items():
+        default = next((given for pattern, given in DEFAULTS if pattern.fullmatch(name)), None)
+        if name not in charted and value != default and _rounded(value) not in values:
+            values.add(_rounded(value))
+            new.append(name)
+    return new
 
 
-def _default(name: str) -> float | None:
-    return next((value for pattern, value in DEFAULTS if pattern.fullmatch(name)), None)
+def _rounded(value: float) -> str:
+    return f"{value:.{DIGITS}g}"
 
 
 SAMPLES_SHOWN = 3  # maximum samples of a step
@@ -89,8 +70,8 @@ class TensorBoardTracker:
     """Writes TensorBoard event files.
 
     A resumed run repeats some steps. TensorBoard then hides the old events of these steps. A metric that has a chart
-    keeps it: the names are stored next to the event files, and the earlier points of the other metrics are read from
-    metrics.jsonl.
+    keeps it: the names are stored next to the event files. The earlier points of a metric that gets a chart later are
+    read from metrics.jsonl.
     """
 
     def __init__(self, run: RunDirectory, resume_step: int | None, log_dir: str | None = None) -> None:
@@ -98,15 +79,12 @@ class TensorBoardTracker:
 
         purge_step = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(log_dir=log_dir or str(run.tensorboard), purge_step=purge_step)
+        self._metrics_file = run.path / METRICS
         self._charts = Path(self._writer.log_dir) / CHARTS
         known = resume_step is not None and self._charts.exists()
         charted = json.loads(self._charts.read_text(encoding="utf-8")) if known else ()
-        self._curves = ChartedMetrics({*charted, *(name for names in LAYOUT.values() for name in names)})
+        self._charted = {*charted, *(name for names in LAYOUT.values() for name in names)}
         self._writer.add_custom_scalars({"roll_opd": {of: ["Multiline", list(names)] for of, names in LAYOUT.items()}})
-        for row in read_jsonl(run.path / METRICS) if resume_step is not None else ():
-            if row["step"] <= resume_step:  # these points are in the event files
-                self._curves.add(row["step"], {name: value for name, value in row.items() if name != "step"})
-        self._points: list[tuple[str, int, float]] = []
         self._step = -1
         self._samples = run.path / SAMPLES
         self._read = self._samples.stat().st_size if self._samples.exists() else 0  # bytes
@@ -116,14 +94,16 @@ class TensorBoardTracker:
             self._writer.add_text("config", _code(run.config_file.read_text(encoding="utf-8")), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step != self._step:  # after an error, `log` is called again with the same step
-            before = len(self._curves.shown)
-            self._points = self._curves.add(step, metrics)
-            self._step = step
-            if len(self._curves.shown) > before:
-                write_atomic(self._charts, json.dumps(sorted(self._curves.shown)))
-        for name, at, value in self._points:
-            self._writer.add_scalar(name, value, global_step=at)
+        new = new_charts(self._charted, metrics)
+        for name in metrics.keys() & self._charted | set(new):
+            self._writer.add_scalar(name, metrics[name], global_step=step)
+        if new:
+            earlier = [row for row in read_jsonl(self._metrics_file) if row["step"] < step]
+            for name, row in ((name, row) for row in earlier for name in new if name in row):
+                self._writer.add_scalar(name, row[name], global_step=row["step"])
+            self._charted.update(new)
+            write_atomic(self._charts, json.dumps(sorted(self._charted)))
+        self._step = step
         if step >= self._next_texts:
             self._next_texts = step * TEXT_GROWTH
             self._show_samples(step)
