@@ -21,7 +21,7 @@ Written by `make docs` from [roll_opd/config/schema/](../roll_opd/config/schema/
 
 A configuration is a YAML file, read by Hydra: it may be composed from other files, and `key=value` on the command line
 overrides a key. A misspelt key, or a word or section of TRL, verl, NeMo-RL or axolotl, is an error that names the right
-key. [Coming from ROLL](coming-from-roll.md) describes ROLL's keys without effect, and variables of a file. Options
+key. [Coming from ROLL](coming-from-roll.md) lists ROLL's keys that have no effect. Options
 under `strategy_config` are passed unchanged to the engine (Megatron-core's `TransformerConfig`, vLLM's engine
 arguments), after a check against the installed version. The first plan after an installation imports both, which takes
 up to 30 s, and caches the result in `~/.cache/roll_opd/`. *Origin* is ROLL, Trinity-RFT or this package (ours).

@@ -194,40 +194,40 @@ from roll_opd.config.schema import PIPELINES
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.commands.describe import to_json
 
-plan = load_plan("demo", "rlvr", ["keep=2"], pipeline="best_and_worst")
+plan = load_plan("demo", "rlvr", ["selection.best=2"], pipeline="best_and_worst")
 mixed = load_plan("demo", "rlvr_opd", [], pipeline="best_and_worst")
 usual = load_plan("demo", "rlvr", [], pure=False)
 changed = {"pipeline", "pipeline_args", "title", "config_yaml"}
 same = replace(plan, **{name: getattr(usual, name) for name in changed}) == usual
 try:
-    load_plan("demo", "rlvr", ["keeep=2"], pipeline="best_and_worst")
+    load_plan("demo", "rlvr", ["selection.bst=2"], pipeline="best_and_worst")
 except ConfigError as error:
     refused = str(error)
-PIPELINES["best_and_worst"].own_keys = frozenset({"keep"})
-by_key = load_plan("demo", "rlvr", ["keep=2"])
-print(json.dumps([plan.pipeline, dict(plan.pipeline_args), to_json(plan)["pipeline"], plan.title, mixed.mode,
-                  dict(mixed.pipeline_args), usual.pipeline, same, by_key.pipeline, refused]))
+PIPELINES["best_and_worst"].own_keys = frozenset({"selection"})
+by_key = load_plan("demo", "rlvr", ["selection.best=2"])
+chosen = [[one.pipeline_args["selection"].best, one.pipeline_args["selection"].worst] for one in (plan, mixed)]
+print(json.dumps([plan.pipeline, to_json(plan)["pipeline"], plan.title, mixed.mode, chosen, usual.pipeline, same,
+                  by_key.pipeline, refused]))
 """
     *found, refused = python(REPOSITORY, program, EXAMPLES / "pipelines")
     assert found == [
         "best_and_worst",
-        {"keep": 2},
         "best_and_worst",
         "reinforcement learning on the best and worst answers",
         "mixed",
-        {"keep": 1},
+        [[2, 1], [1, 1]],
         "rlvr",
         True,
         "best_and_worst",
     ]
-    assert "keeep: unknown key; did you mean 'keep'?" in refused
+    assert "selection.bst: unknown key; did you mean 'best'?" in refused
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_pipeline_with_a_rollout_runs(linked: Path, tmp_path: Path) -> None:
     """With one best and one worst of four answers, half of the samples are masked."""
-    command = ["-m", "roll_opd.commands.main", "run", "best_and_worst", str(EXAMPLES / "demo/rlvr.yaml"), "keep=1"]
+    command = ["-m", "roll_opd.commands.main", "run", "best_and_worst", str(EXAMPLES / "demo/rlvr.yaml")]
     command += ["rollout_batch_size=16", "actor_train.training_args.gradient_accumulation_steps=1", "max_steps=2"]
     command += ["eval_steps=0", "track_with=stdout", f"output_dir={tmp_path}/output"]
     environment = {**os.environ, "PYTHONPATH": str(linked)}

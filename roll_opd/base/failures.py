@@ -171,7 +171,7 @@ def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str
 def _is_misspelt(name: str, right: str) -> bool:
     """Whether each part of `name` resembles the part of `right` at its place.
 
-    Separators may be missing, and parts of `right` as well. `name` may have parts in `ADDED` in addition.
+    `name` may lack separators and parts of `right`, and may have additional parts from `ADDED`.
     """
     parts, wanted = (re.split(r"[_.\- ]", text.casefold()) for text in (name, right))
     if len(parts) == len(wanted):
@@ -232,7 +232,7 @@ def is_passing(status: int) -> bool:
 def of_a_service(error: BaseException) -> bool:
     """Return whether an error, or an error that led to it, states that a service failed.
 
-    Such errors are failed connections, exceeded times of requests, and statuses that are passing. An exception may
+    Such errors are failed connections, timeouts of requests, and HTTP statuses of temporary failures. An exception may
     also state this itself, with the attribute `of_a_service`. The first error that states it decides.
     """
     return next((stated for stated in map(_statement, _causes(error)) if stated is not None), False)

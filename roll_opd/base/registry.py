@@ -177,7 +177,7 @@ class Registry(Generic[Facts]):
         return self._of_core.get(name)
 
     def replacement(self, name: str) -> str | None:
-        """Return the module of the part that takes the place of a fallback of the core, or None."""
+        """Return the module of an installed part that replaces the core's part of this name, or None."""
         return self._entries[name].module if name in self.fallbacks and name in self._entries else None
 
     @property

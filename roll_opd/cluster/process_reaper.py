@@ -56,7 +56,7 @@ class Reaper:
         self._send(KEEP, directory, within)
 
     def remove_if_empty(self, directory: Path) -> None:
-        """Register a directory. The reaper removes the directory at the end, provided that it is empty then."""
+        """Register a directory that the reaper removes at the end if it is empty."""
         self._send(IF_EMPTY, directory, "")
 
     def copy_at_the_end(self, directory: Path, to: Path) -> None:
@@ -64,7 +64,7 @@ class Reaper:
         self._write(f"{COPY}{directory}\0{to}\n")
 
     def announce_end(self) -> None:
-        """State that this process itself prints why it ends."""
+        """Notify the reaper that this process prints the reason of its end, so that the reaper prints none."""
         with suppress(OSError):  # the reaper has been killed
             self._write(f"{END}\n")
 
@@ -80,7 +80,7 @@ _open: list[Reaper] = []  # the reapers of this process
 
 
 def announce_end() -> None:
-    """State that this process prints why it ends, before it ends inside a `guarded` block without leaving it."""
+    """Call `announce_end` of all open reapers. A process calls this before `os._exit` inside a `guarded` block."""
     for reaper in _open:
         reaper.announce_end()
 
@@ -119,10 +119,10 @@ def guarded() -> Iterator[Reaper]:
 
 
 def run_guarded(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program in a guarded process, and return its exit code, or -n if signal n ended it.
+    """Run a program inside a `guarded` block, and return its exit code, or -n if signal n ended it.
 
-    SIGTERM and SIGINT are forwarded to the program. If it has not ended after a second signal, it is killed. However
-    this process or the program ends, the processes that the program has started end too.
+    SIGTERM and SIGINT are forwarded to the program. A second signal kills the program. The reaper kills the processes
+    that the program has started, even if SIGKILL ends the program or this process.
     """
     asked: list[int] = []
 
@@ -146,9 +146,9 @@ def run_guarded(command: Sequence[str], environment: Mapping[str, str]) -> int:
 def watch(driver: int, preexisting: set[int], mark: str) -> None:
     """Wait until standard input closes, then kill the processes that the driver has started.
 
-    The reaper itself and the processes in `preexisting` are not killed. `preexisting` has the ids of processes that are
-    older than the `with` block of `guarded`. `mark` is the value of `MARK` in the processes that are started inside the
-    block. It identifies processes that were started between two scans, and whose parent has ended.
+    `preexisting` has the ids of processes that are older than the `with` block of `guarded`; they are not killed.
+    Processes that are started inside the block have the value `mark` of the variable `MARK` in their environment. By
+    this value the reaper finds a process whose parent ended between two scans.
 
     Each input line has an action and a glob pattern of directories. There are five actions: remove the directories at
     the end, cancel an earlier removal, remove the directories at the end if they are empty, copy a directory at the end
@@ -236,7 +236,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _is_reaper(process: psutil.Process) -> bool:
-    """Return whether a process is the reaper of another run. Such a process needs time to finish."""
+    """Return whether a process is the reaper of another run, which must be given time to finish."""
     try:
         return REAPER in process.cmdline()
     except psutil.Error:
@@ -260,7 +260,7 @@ def _remove(directory: Path) -> None:
 
 
 def _say_why(driver: int, gone: Collection[str]) -> None:
-    """Print why the driver has ended. `gone` are the names of Ray's processes that had ended before."""
+    """Print why the driver has ended. `gone` has the names of Ray's processes that ended before it."""
     cause = f"Ray ended process {driver}, because these processes of Ray had ended: {', '.join(sorted(gone))}"
     why = cause if gone else f"process {driver} was killed"
     with suppress(OSError):
@@ -290,7 +290,7 @@ def _marked(mark: str) -> set[psutil.Process]:
 
 
 def _read_input(sets: Mapping[str, set[str]], announced: threading.Event, ended: threading.Event) -> None:
-    """Add the rest of each input line to the set of its action."""
+    """Read lines of an action and a path, and add each path to the set of its action."""
     for line in sys.stdin:
         what, rest = line[0], line[1:].rstrip("\n")
         if what == END:

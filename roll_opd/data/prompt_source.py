@@ -202,8 +202,8 @@ class PromptSource:
             )
         if _shares(state["streams"]) != _shares(own["streams"]):
             raise DataError(
-                f"the run was saved with the prompts drawn as {_describe(state['streams'])} and is resumed with "
-                f"{_describe(own['streams'])}; look at `domain_interleave_probs`, `interleave_probs` and the "
+                f"the mixture of prompts has changed since the run was saved, from {_describe(state['streams'])} to "
+                f"{_describe(own['streams'])}; restore `domain_interleave_probs`, `interleave_probs` and the "
                 f"`tag_included` of the rewards. {_NEW_RUN}"
             )
         self.passed = frozenset(state.get(PASSED, ()))

@@ -198,7 +198,7 @@ class MegatronLearner(MegatronEngine):
             model.before_head = lambda weight: groups[weight].finish_param_sync() if weight in groups else None
 
     def _wait_for_gradient(self, *, is_kept: bool = False) -> None:
-        """Wait for reductions of gradients that run in the background.
+        """Wait for the gradient reductions that run in the background.
 
         If `is_kept` is false, the buffers are then free for another gradient, and the reduced gradient is lost.
         """

@@ -108,8 +108,8 @@ def needs(parts: Parts) -> Callable[[Method], Method]:
 def declare(kind: Kind, processes: type) -> None:
     """Record the class of the processes of a kind of role.
 
-    Raises TypeError if a public method does not declare the memory that it uses, as it could then read memory that is
-    offloaded, or if it declares memory that the kind does not have.
+    Raises TypeError if a public method declares no memory, because it could then read offloaded memory, or if it
+    declares memory that the kind does not have.
     """
     methods = {name: getattr(processes, name) for name in dir(processes) if not name.startswith("_")}
     found: dict[str, Parts] = {}

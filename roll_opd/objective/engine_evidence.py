@@ -195,7 +195,8 @@ def _settings(sample: Sample, own: np.ndarray) -> np.ndarray:
 def _marks(sample: Sample, settings: np.ndarray, version: int, *, is_current: bool) -> np.ndarray:
     """Return the column `SAMPLED_BY` of all tokens that can be tested.
 
-    Tokens with a repetition penalty cannot be tested, nor greedy tokens of older weights: their probability is 1.
+    Two kinds of tokens cannot be tested: tokens with a repetition penalty, and greedy tokens of older weights, whose
+    probability is 1.
     """
     marks = np.zeros(sample.response_length, np.int8)
     if sample.demonstration or sample.rollout_logprobs is None:

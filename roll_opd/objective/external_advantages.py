@@ -40,7 +40,7 @@ def external_advantages(
     Excluded samples do not count in any mean, and get an empty `loss_mask`. Some estimators compare the samples of a
     prompt with each other. If exclusions or failed runs leave only one run of a prompt, there is nothing to compare, so
     the reward of this run is set to 0 before the whitening. Samples that the advantage function drops get an empty
-    `loss_mask` after the comparison, unless teachers train on them.
+    `loss_mask` after the comparison. If the run has teachers (`taught`), their masks stay.
 
     The following constants are written to the samples' `metrics`: `reward_mean` and `reward_scale` of the
     normalisation; `token_reward_mean`, `token_reward_scale`, `advantage_mean` and `advantage_scale` of the two
@@ -50,7 +50,7 @@ def external_advantages(
 
     Args:
         kl_coef: KL coefficient of the step.
-        taught: whether teachers train on the samples.
+        taught: whether the student is also trained on the log-probs of teachers.
         workflow: name of the workflow, for the error message.
         runs: number of runs per prompt.
     """

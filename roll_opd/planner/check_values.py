@@ -319,7 +319,9 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
 def check_replay_of_turns(workflow: str | None, train: Worker | None) -> None:
     """Refuse routing replay in workflows, because routes are not recorded for their turns."""
     if workflow and train and train.router_replay.mode != "disable":
-        train.diag.error(ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; use disable")
+        train.diag.error(
+            ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; write mode: disable"
+        )
 
 
 def check_replay(sections: Sections, supervised: bool) -> None:
@@ -330,7 +332,7 @@ def check_replay(sections: Sections, supervised: bool) -> None:
     train, infer = (None, None) if supervised else (sections.train, sections.infer)
     for worker in sections.written():
         if worker.router_replay.mode != "disable" and worker is not train and worker is not infer:
-            worker.diag.error(ROUTER_REPLAY, "only a student that samples has recorded routes; use disable")
+            worker.diag.error(ROUTER_REPLAY, "only a student that samples has recorded routes; write mode: disable")
     if not (train and infer):
         return
     written, returned = train.router_replay.mode, infer.router_replay.mode
@@ -338,4 +340,4 @@ def check_replay(sections: Sections, supervised: bool) -> None:
         both = f"{train.path}.{ROUTER_REPLAY} is {written}, {infer.path}.{ROUTER_REPLAY} {returned}"
         train.diag.error(ROUTER_REPLAY, f"{both}; use the same mode in both, as one replays what the other records")
     elif written != "disable" and train.info and not train.info.experts:
-        train.diag.error(ROUTER_REPLAY, f"{train.info.path.name} has no experts to replay; use disable")
+        train.diag.error(ROUTER_REPLAY, f"{train.info.path.name} has no experts to replay; write mode: disable")

@@ -225,7 +225,7 @@ def _order_of(found: Evidence) -> tuple[int, int] | None:
 
 
 def _order(facts: Facts) -> Iterator[str]:
-    """Find draws that were left out, although the window does not allow this."""
+    """Find draws that were left out for longer than the window permits."""
     assert facts.start is not None
     done, largest = facts.start.copy(), max(facts.start.later, default=-1)
     for row in facts.rows:

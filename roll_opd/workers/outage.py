@@ -1,19 +1,15 @@
 """Distinguish failures that jobs cause from an outage of a service that jobs need.
 
-If a job of a pool fails, its failure is held back, and the last job that succeeded runs again, as a control. If the
-control fails, something that the jobs need is down. Then no further job is sent. The control and a held job run again,
-after increasing pauses, until one of them succeeds. After `LIMIT_S` the run ends.
+A failed job of a pool waits, and the last job that succeeded runs again, as a control.
 
-If the control succeeds, the failed job runs again. If it fails again, its failure is final, except when its error
-states that a service failed (`base.failures`): the control may not have needed the service, because its answer was
-stored or because it took another branch. Such jobs run again after increasing pauses, and the other jobs continue.
-After `DOUBT_S` without a success, the jobs are the cause, and later failures of this kind are final, unless `MANY` jobs
-have failed, and more than have succeeded: then it is an outage.
-
-Before any job has succeeded, there is no control. Then a job whose error states that a service failed runs again in the
-same way, and after `DOUBT_S` without a success, the run ends. All other failures are final.
-
-So an outage costs time, and no job.
+- The control fails: a service is down. No further job starts. The control and a failed job run again, after increasing
+  pauses, until one of them succeeds. After `LIMIT_S` the run ends.
+- The control succeeds: the failed job runs again, and a second failure is final. But if its error states that a service
+  failed (`base.failures`), the control may not have needed this service. Such a job runs again after increasing pauses,
+  while other jobs continue. After `DOUBT_S` without a success, this failure is final, and so are later failures of its
+  kind. If `MANY` jobs have failed by then, and more than have succeeded, a service is down.
+- No job has succeeded yet, so there is no control: a job whose error states that a service failed runs again in the
+  same way, and after `DOUBT_S` without a success the run ends. All other failures are final.
 """
 
 import asyncio
@@ -58,7 +54,7 @@ Job = TypeVar("Job", bound=HeldJob)
 
 
 class Outage(Generic[Job]):
-    """The failed jobs that a pool holds back, and whether an outage is in progress.
+    """The failed jobs of a pool that will run again, and whether an outage is in progress.
 
     All methods must be called from one event loop.
     """
@@ -70,7 +66,7 @@ class Outage(Generic[Job]):
         problem: Callable[[Any], Problem | None],
         settle: Callable[[Job, Any], None],
     ) -> None:
-        """Create an outage that is not in progress.
+        """Start without failed jobs.
 
         Args:
             name: name of the pool in messages.
@@ -94,7 +90,7 @@ class Outage(Generic[Job]):
         self._successes += 1
 
     def hold(self, failed: Job, problem: Problem) -> bool:
-        """Hold a failed job back, and return whether `test` must be started."""
+        """Keep a failed job, which `test` decides about. Return whether the caller must start `test`."""
         self._held.append(failed)
         self._last = problem
         must_start, self._is_testing = not self._is_testing, True
@@ -106,9 +102,9 @@ class Outage(Generic[Job]):
         return seconds
 
     async def test(self) -> None:
-        """Decide about the held jobs, until none is left.
+        """Run the kept jobs again until each has succeeded or finally failed.
 
-        Raises RunError if an outage does not end. The held jobs then fail with this error, or any other.
+        Raises RunError if an outage does not end. Any error of this method is the failure of the jobs that are left.
         """
         try:
             while jobs := self._needed():

@@ -172,7 +172,7 @@ def _with_results(samples: Sequence[Sample], columns: Mapping[int, Mapping[str, 
 
 
 def _engine_metrics(update: Update) -> dict[str, float]:
-    """Return the metrics of the engine check for the tokens that an update tested."""
+    """Return the engine check's metrics of one update, summed over its ranks."""
     return engine_metrics({name: total([update], name) for rank in update for name in rank.sums})
 
 

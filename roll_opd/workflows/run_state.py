@@ -253,7 +253,9 @@ NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> alternative here
         ("get_lora_request", "get_lora_request_async"), "remove the call, because requests always use the adapter"
     ),
     **dict.fromkeys(("get_current_load", "get_available_address_async"), "use api_address, which serves all engines"),
-    **dict.fromkeys(("sync_model_weights", "init_process_group", "shutdown"), "remove the call, as the run does this"),
+    **dict.fromkeys(
+        ("sync_model_weights", "init_process_group", "shutdown"), "remove the call, because the run itself does this"
+    ),
 }
 
 

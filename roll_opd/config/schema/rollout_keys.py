@@ -132,7 +132,7 @@ class WorkflowKeys(Section):
     endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
         0,
         "port of the endpoint in the first workflow process; the next process uses the next port, and so on; 0:"
-        " each process uses any free port. A port is opened when the endpoint is used first",
+        " each process uses any free port. A process opens its port at the first use of the endpoint",
         OURS,
     )
     endpoint_api_key: Name | None = key(

@@ -40,7 +40,7 @@ class CheckpointKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RunKeys(Section):
-    """Keys of every pipeline whose values reach the plan unchanged."""
+    """Keys that every pipeline has, and that the plan contains unchanged."""
 
     output_dir: str = key("./output", "directory in which the run's directory <exp_name>/<run> is created")
     logging_dir: str | None = key(

@@ -294,7 +294,7 @@ class KeyHeadRows(_WithoutAdapters):
     tensors: tuple[Sections, ...]
 
     def _widths(self, sizes: SliceSizes) -> list[list[int]]:
-        """Return the number of rows per key head, for each tensor and each of its sections."""
+        """Return the height of each section in rows of one key head, as one list for each tensor."""
         assert sizes.delta is not None
         rows = sizes.delta.of_key_head
         return [[sum(rows[part] for part in section) for section in sections] for sections in self.tensors]

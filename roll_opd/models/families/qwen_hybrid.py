@@ -35,14 +35,14 @@ class DeltaSizes:
 
     @property
     def each(self) -> int:
-        """Number of value heads per key head."""
+        """How many value heads share one key head."""
         return self.value_heads // self.key_heads
 
     @property
     def of_key_head(self) -> tuple[int, ...]:
-        """Numbers of rows of the input projection per key head.
+        """How many rows of the input projection belong to one key head.
 
-        The order is: query, key, values, output gates, betas, decays.
+        The six counts are of the rows for: query, key, values, output gates, betas, decays.
         """
         values = self.each * self.value_width
         return self.key_width, self.key_width, values, values, self.each, self.each

@@ -103,9 +103,10 @@ _OUTSIDE: dict[PolicyLoss, Callable[[LossBatch, Mapping[str, Any]], Tensor]] = {
 
 
 def outside(loss: PolicyLoss) -> Callable[[Outside], Outside]:
-    """Make the decorated function the mask of the tokens whose ratio is outside the bounds of `loss`.
+    """Register the decorated function for `beyond_bounds`, for a loss with bounds of its own form.
 
-    The function is called with the batch and all arguments of the loss.
+    The function gets the batch and all arguments of `loss`, and returns the mask of the tokens whose ratio is outside
+    the bounds.
     """
 
     def decorate(mask: Outside) -> Outside:
@@ -118,9 +119,9 @@ def outside(loss: PolicyLoss) -> Callable[[Outside], Outside]:
 def beyond_bounds(loss: str, batch: LossBatch, arguments: Mapping[str, Any]) -> Tensor:
     """Return a mask, bool [M], of the tokens whose ratio is outside the bounds of a policy loss.
 
-    Tokens outside the batch's mask are False. A loss has the mask of its function `outside`, or the bounds 1 -
-    `clip_low` and 1 + `clip_high`. A loss without these arguments has no bounds: for example, sapo, which has a smooth
-    gate.
+    Tokens outside the batch's mask are False. A function that `outside` has registered for the loss computes the mask.
+    Otherwise the bounds are 1 - `clip_low` and 1 + `clip_high`. A loss without these arguments, such as sapo, has no
+    bounds.
 
     Args:
         loss: name of the policy loss.

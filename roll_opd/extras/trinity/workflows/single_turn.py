@@ -260,7 +260,7 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
         return 0.0
 
     def score(self, response: Experience) -> None:
-        """Set the reward of a response.
+        """Set the reward of a response from the first of three sources.
 
         If a user's class overrides `compute_reward`, that method gives the reward. Otherwise the reward function of the
         task gives it. The `compute_reward` of a built-in class is called only if the configuration sets no reward.
