@@ -333,7 +333,7 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
 
     The total includes the weights, optimizer state and caches of all roles, including judges and auxiliary models.
     Roles that take turns on shared devices hold different parts in each phase (see `held_together`). For these roles,
-    the total is that of the phase with the largest total.
+    the phase with the largest total counts.
 
     Args:
         device_bytes: size of a device. If it is known, the memory of an engine is `gpu_memory_utilization` times this

@@ -61,7 +61,7 @@ def check_modules(lora: LoraPlan, model: ModelInfo, args: ModelArgs) -> None:
     elif lacking := sorted(wanted - found):
         args.diag.unsupported(
             "adapter_name_or_path",
-            f"{lora.path} has adapters in {len(found)} of {len(wanted)} layers, and none in"
+            f"{lora.path} has adapters in {len(found)} of {len(wanted)} layers, none in"
             f" {lacking[0]}; name an adapter of all layers",
         )
 

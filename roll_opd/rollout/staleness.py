@@ -42,7 +42,7 @@ class Pace:
     ) -> "Pace":
         """Return the pace whose `max_age` is `bound`, in versions.
 
-        The part of the bound that the depth does not use becomes the window. Raises ValueError if the depth is above
+        The depth uses a part of the bound, and the window gets the rest. Raises ValueError if the depth is above
         the bound, or 0 with a bound above 0.
 
         Args:

@@ -14,9 +14,9 @@ token t at b. The token t covers the bytes from b to n, and can extend beyond n:
     P(n) = Σ_b Σ_t exp(A_b) · p(t | b),    A_b: log-prob of the teacher's tokens before byte b
 
 The candidates for t at b are the teacher's own token of the response at b, and the tokens of the teacher's top-k at b.
-A candidate of the top-k may extend beyond n. It then counts only if the student's tokenizer would also end a token at n
-in the text with this candidate. If student and teacher have the same tokenizer, no candidate that extends beyond n
-counts, and q is the teacher's log-prob of the token.
+A candidate of the top-k may extend beyond n. The student's tokenizer then encodes the text with this candidate, and the
+candidate counts only if one of the student's tokens ends at n. If student and teacher have the same tokenizer, no
+candidate that extends beyond n counts, and q is the teacher's log-prob of the token.
 
 Two kinds of sequences are left out:
 

@@ -91,8 +91,8 @@ def reach(differences: np.ndarray, first: int, end: int) -> Reach:
 def reach_check(found: Sequence[Reach]) -> Check:
     """Return the check of the teacher's reach.
 
-    The check fails if two or more changes have no effect on the end of the text. It also fails if the change with the
-    largest tested distance has no effect there. Any other single change without an effect gives a warning.
+    The check fails if two or more changes have no effect on the end of the text, or if the farthest change has none. If
+    only one other change has no effect, the result is a warning.
     """
     farthest = max(found, key=lambda one: one.tested)
     short = [one for one in found if one.falls_short]

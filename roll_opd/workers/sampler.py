@@ -51,7 +51,7 @@ class Sampler:
         return group % len(self.engines.actors)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """Return the log-probs of all tokens except the first in each engine, f32 [T-1], at temperature 1."""
+        """Return, for each engine, its log-probs at temperature 1 of all tokens but the first, f32 [T-1]."""
         return await self.engines.call("prompt_logprobs", list(tokens))
 
     @asynccontextmanager

@@ -37,7 +37,7 @@ _PLACES = {
 }
 _UNSUPPORTED = {
     "WorkflowBase": "derive from Workflow, or from WorkflowWithRecording for an agent that uses an OpenAI endpoint",
-    "Status": "return experiences from a run, or metrics from a WorkflowWithRecording",
+    "Status": "return a list of experiences; a WorkflowWithRecording returns a dict of metrics",
     "CustomField": "no loss reads custom fields; put values to log into Experience.metrics",
     "RMGalleryFn": "write a RewardFn, or add a reward to the configuration (docs/rewards)",
 }

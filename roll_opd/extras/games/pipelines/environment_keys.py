@@ -97,8 +97,8 @@ class RewardNormalization(Section):
     ignored = frozenset({"global_scale_factor", "global_shift_value"})
     grouping: Literal["state", "batch", "inductive", "traj_group_id", "tags"] = key(
         "batch",
-        "set of trajectories whose rewards are compared; traj_group_id, state: the trajectories of a group;"
-        " tags, inductive: the trajectories with the same tag; batch: all trajectories of a step",
+        "the trajectories whose rewards are compared; traj_group_id or state: those of one group; tags or inductive:"
+        " those with the same tag; batch: all of a step",
     )
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = key(
         "identity",
