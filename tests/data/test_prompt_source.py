@@ -209,7 +209,7 @@ def test_changed_shares_cannot_be_resumed(source: NewSource, two_files: tuple[Pa
     shifted = (replace(BY_TAG[0], weight=0.5), replace(BY_TAG[1], weight=0.5))
     regrouped = (replace(BY_TAG[0], tags=("math", "x")), BY_TAG[1])
     for streams in ((), shifted, regrouped, BY_TAG[::-1]):
-        with pytest.raises(DataError, match=r"drawn as \{math: 0.7, code: 0.3\} and is resumed with"):
+        with pytest.raises(DataError, match=r"from \{math: 0.7, code: 0.3\} to "):
             source(files=two_files, streams=streams).load_state_dict(state)
 
 
