@@ -147,7 +147,6 @@ def rows(section: type[Section]) -> dict[str, str]:
             continue
         annotation = schema.keys_of(section)[item.name]
         meaning, origin = item.metadata["meaning"], item.metadata["origin"]
-        meaning += f"; also `{item.metadata['also']}`" if item.metadata["also"] else ""
         cells = (f"`{item.name}`", type_text(annotation), _default(item), meaning, origin)
         found[item.name] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     return found

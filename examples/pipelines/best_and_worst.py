@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from roll_opd.config.schema import OURS, Many, Section, Top, key
+from roll_opd.config.schema import Many, Section, Top, ours
 from roll_opd.objective.filters import masked_by
 from roll_opd.pipelines import distill
 from roll_opd.pipelines.run_context import Run
@@ -17,8 +17,8 @@ from roll_opd.samples.sample import Sample
 class Selection(Section):
     """`selection`: the answers of a prompt that are in the update."""
 
-    best: Many = key(1, "number of answers with the highest rewards", OURS)
-    worst: Many = key(1, "number of answers with the lowest rewards", OURS)
+    best: Many = ours(1, "number of answers with the highest rewards")
+    worst: Many = ours(1, "number of answers with the lowest rewards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class BestAndWorst(Top):
 
     pipeline = "best_and_worst"
     title = "reinforcement learning on the best and worst answers"
-    selection: Selection = key(Selection(), "the answers of a prompt that are in the update", OURS)
+    selection: Selection = ours(Selection(), "the answers of a prompt that are in the update")
 
 
 async def train(run: Run, workers: RunWorkers) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from roll_opd.config.schema import OURS, AboveZero, PromptColumns, Supervised, key
+from roll_opd.config.schema import AboveZero, PromptColumns, Supervised, ours
 from roll_opd.objective.demonstrations import supervised_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
@@ -21,7 +21,7 @@ class SelfPaced(Supervised, PromptColumns):
     title = "self-paced learning"
     role = "learner"
     algorithm = "sft"
-    keep: Annotated[AboveZero, Field(le=1)] = key(0.5, "share of a step's rows, the likeliest, in the update", OURS)
+    keep: Annotated[AboveZero, Field(le=1)] = ours(0.5, "share of a step's rows, the likeliest, in the update")
 
 
 async def train(run: Run, workers: RunWorkers) -> None:

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,16 +81,7 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
         config_name: name of the file, with or without .yaml.
         overrides: each is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`.
     """
-    try:
-        directory, name = find_config(config_path, config_name)
-    except OSError as error:
-        raise ConfigError([f"{config_name} in {config_path}: {os_sentence(error)}"]) from None
-    except PathError as error:
-        raise ConfigError([f"{config_path}: {error}"]) from None
-    return _composed(directory, name, overrides)
-
-
-def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
+    directory, name = find_config(config_path, config_name)
     file = directory / f"{name}.yaml"
     parsed = parse_overrides(overrides)
     check_file(file)
@@ -130,8 +121,17 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
     """Return (directory, name) of the YAML file, which is looked up in the `config_places` in order.
 
-    Raises ConfigError if the file is in none of these places, and PathError or OSError if a place cannot be read.
+    Raises ConfigError if the file is in none of these places, or if a place cannot be read.
     """
+    try:
+        return _found(config_path, config_name)
+    except OSError as error:
+        raise ConfigError([f"{config_name} in {config_path}: {os_sentence(error)}"]) from None
+    except PathError as error:
+        raise ConfigError([f"{config_path}: {error}"]) from None
+
+
+def _found(config_path: str, config_name: str) -> tuple[Path, str]:
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     places = config_places(config_path)
     for place in places:
@@ -391,15 +391,3 @@ def one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(NOISE)]
     return " ".join(kept) or type(error).__name__
-
-
-def write_yaml(values: dict[str, Any], left_out: Collection[str] = ()) -> str:
-    """Return composed values as YAML text, for the run's `config.yaml`.
-
-    `left_out` lists the dotted paths of keys that are not written.
-    """
-    config = OmegaConf.create(values)
-    for path in left_out:
-        section, _, key = path.rpartition(".")
-        del (OmegaConf.select(config, section) if section else config)[key]
-    return OmegaConf.to_yaml(config)

@@ -31,9 +31,7 @@ class Diagnostics:
     warnings: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted but have no effect
     dropped: set[str] = field(default_factory=set)  # top-level keys that are not in the schema: probably variables
-    renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> its path as written in the file
     texts: Mapping[str, str] = field(default_factory=dict)  # dotted path -> the value as written, if that is known
-    replaced: set[str] = field(default_factory=set)  # keys of the file that were overridden under another name
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":
@@ -79,10 +77,6 @@ class Diagnostics:
         if shortened(text) not in self.warnings:
             self.warnings.append(shortened(text))
 
-    def rename(self, key: str, written: str) -> None:
-        """Record that `key` has the name `written` in the configuration."""
-        self.renamed[self.at(key)] = self.at(written)
-
     def unused(self, *keys: str) -> None:
         """Record that keys are accepted but have no effect."""
         self.ignored.update(map(self.at, keys))
@@ -91,7 +85,9 @@ class Diagnostics:
         """Insert the warnings about keys without effect and about unknown keys, before all other warnings."""
         if self.dropped:
             names = ", ".join(sorted(self.dropped))
-            text = "these keys are unknown, so they count as variables of the file without effect (as in ROLL)"
+            text = (
+                "these keys resemble no known key, so they count as variables of the file without effect (as in ROLL)"
+            )
             self.warnings.insert(0, f"{text}: {names}")
         if self.ignored:
             self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")
@@ -114,7 +110,7 @@ class Diagnostics:
         if key not in self.origins and (inside := next((one for one in self.origins if one.startswith(f"{key}.")), "")):
             key = inside
         while key:
-            if place := self.origins.get(self.renamed.get(key, key)):
+            if place := self.origins.get(key):
                 return f" ({place})"
             key = key.rpartition(".")[0]
         return ""
@@ -125,17 +121,12 @@ class Diagnostics:
 
     def text_of(self, key: str, value: object) -> str | None:
         """Return a number or boolean as written, or None if its text is not known."""
-        path = self.at(key)
-        text = self.texts.get(self.renamed.get(path, path), "")
+        text = self.texts.get(self.at(key), "")
         if isinstance(value, bool | int | float):
             with suppress(ValueError):
                 if text.lower() == str(value).lower() or float(text) == value:
                     return text
         return None
-
-    def is_override(self, key: str) -> bool:
-        """Return whether `key` was set on the command line."""
-        return self.origins.get(self.at(key)) == "command line"
 
     def _add(self, sentences: list[str], key: str, text: str) -> None:
         sentence = f"{self.at(key)}: {text}{self.where(key)}"

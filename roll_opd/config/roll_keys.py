@@ -92,8 +92,14 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "mask_type": (("loss",), _UNREAD),
     "do_sample": ((True,), f"{_UNREAD}; temperature: 0 is greedy"),
     "num_beams": ((1,), "has no effect: responses are sampled, without beam search"),
-    "force_disable_old_logprobs_recompute": ((False,), "has no effect: log-probs are computed where they are needed"),
-    "apply_loss_scale": ((True,), "has no effect: the loss is always normalised over the whole batch, as for true"),
+    "force_disable_old_logprobs_recompute": (
+        (False,),
+        "has no effect: log-probs before the update are computed whenever weights change within a step",
+    ),
+    "apply_loss_scale": (
+        (True,),
+        "has no effect: the loss is always normalised over the whole batch, as ROLL does for true",
+    ),
     "model_update_frequency": ((1,), "has no effect: engines get new weights in every step"),
     "moe_aux_loss_coef": ((0,), "has no effect: no auxiliary loss of the router is added"),
     "mtp_training_mode": (("disabled",), "has no effect: layers of multi-token prediction are not trained"),

@@ -19,19 +19,22 @@ def check_async(top: Top, roles: Sections) -> None:
     devices.
     """
     if not top.async_generation_ratio:
-        top.diag.unused(*({"async_depth", "on_weight_update"} & top.written))
         return
     if top.async_depth is not None and top.async_depth > top.async_generation_ratio:
         top.diag.error(
             "async_depth",
-            f"{top.async_depth} is more than {KEY} {top.async_generation_ratio}; lower it, or raise {KEY}",
+            f"{top.async_depth} is more than {KEY} {top.async_generation_ratio}, the bound of the samples' age; lower"
+            f" it, or raise {KEY}",
         )
     if top.is_use_additional_prompts:
-        top.diag.note("is_use_additional_prompts", f"has no effect with {KEY}, which generates ahead")
+        top.diag.note(
+            "is_use_additional_prompts", f"has no effect with {KEY}: prompts generated ahead replace rejected prompts"
+        )
     if top.deterministic and "on_weight_update" in top.written and top.on_weight_update != "wait":
         top.diag.error(
             "on_weight_update",
-            f"{top.on_weight_update} makes samples depend on timing; write wait, or set deterministic: false",
+            f"{top.on_weight_update} makes samples depend on timing, but deterministic is true; write wait, or remove"
+            " this key",
         )
     _check_devices(top, roles)
     _check_correction(top, roles.mode)
@@ -73,8 +76,9 @@ def _check_devices(top: Top, roles: Sections) -> None:
         if role is not roles.infer and shared:
             top.diag.error(
                 KEY,
-                f"{top.async_generation_ratio}: {roles.infer.path} and {role.path} cannot take turns on their"
-                f" {short_devices(sorted(shared))}; give the engines separate devices, or set {KEY} to 0",
+                f"{top.async_generation_ratio} lets generation and training run at the same time, but"
+                f" {roles.infer.path} and {role.path} share {short_devices(sorted(shared))} and must take turns; give"
+                f" the engines separate devices, or set {KEY} to 0",
             )
             return
 
@@ -89,7 +93,9 @@ def _check_correction(top: Top, mode: str) -> None:
         if correction and correction.weight:
             top.train_infer_correction.diag.error(
                 "is_weight",
-                "weights only the reward's part, which pure distillation has not; use filters, or remove is_weight",
+                f"multiplies only the reward's part of the advantage with {KEY}, but pure distillation has no reward."
+                " The teachers' part always has separate importance weights; use filters, or remove is_weight",
             )
     elif correction is None or not (correction.weight or correction.filters):
-        top.diag.unsupported(KEY, f"{top.async_generation_ratio} trains rewards on stale samples; write {ADVICE}")
+        stale = f"{top.async_generation_ratio} trains the reward's part on samples of older weights"
+        top.diag.unsupported(KEY, f"{stale}, whose importance ratio would be taken as 1; write {ADVICE}")

@@ -28,21 +28,30 @@ def check_devices(roles: list[Worker], top: Run) -> None:
         if max(devices) >= total:
             role.diag.unsupported(  # ROLL's YAML files use devices beyond num_nodes, which ROLL overwrites
                 "device_mapping",
-                f"device {max(devices)} does not exist: num_nodes x num_gpus_per_node {top.num_gpus_per_node} gives"
+                f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
+                f" {top.num_gpus_per_node} gives"
                 f" devices 0 to {total - 1}; raise or remove num_nodes, or change device_mapping",
             )
         layout = role.layout
         if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:
             role.diag.unsupported(
                 f"{OPTIONS}.tensor_parallel_size",
-                f"engines on several nodes of {top.num_gpus_per_node} devices are not available yet; lower it",
+                f"{layout.tp}: engines on several nodes of {top.num_gpus_per_node} devices are not available yet; write"
+                f" at most {top.num_gpus_per_node}",
             )
         elif layout and (apart := _apart(role.devices or (), layout.tp, top.num_gpus_per_node)):
             where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node} devices each"
             if role.job == "rollout":
-                role.diag.unsupported("device_mapping", f"an engine's {where}; choose devices of a single node")
+                role.diag.unsupported(
+                    "device_mapping",
+                    f"an engine's {where}, which is not available yet; choose devices of a single node",
+                )
             else:
-                role.diag.note("device_mapping", f"{where} but form one tensor-parallel group; this is slow")
+                role.diag.note(
+                    "device_mapping",
+                    f"{where} but form one tensor-parallel group, which communicates in every layer; this is slow over"
+                    " a network",
+                )
     for (one, mine), (other, theirs) in combinations(known, 2):
         shared = mine & theirs
         if shared and shared != mine and shared != theirs:

@@ -16,7 +16,13 @@ from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_end
 from roll_opd.models.token_bytes import check_format
-from roll_opd.models.tokenizer_files import compare_tokenizers, has_chat_template, has_tokenizer, largest_token_id
+from roll_opd.models.tokenizer_files import (
+    TokenizerComparison,
+    compare_tokenizers,
+    has_chat_template,
+    has_tokenizer,
+    largest_token_id,
+)
 from roll_opd.planner.read_sections import Sections
 from roll_opd.planner.role_reader import MODEL
 from roll_opd.planner.row_plans import Rows, data_sets
@@ -38,10 +44,12 @@ def compare_models(roles: Sections) -> None:
         return
     _check_vocabulary(train)
     if infer is not None and infer.info is not None and infer.info.path != train.info.path:
-        infer.diag.error(MODEL, f"{infer.info.path} is not the trained model {train.info.path}; remove this key")
+        infer.diag.error(
+            MODEL, f"{infer.info.path} is not the model that {train.path} trains ({train.info.path}); remove this key"
+        )
     for other, what in ((roles.reference, "reference policy"), (roles.critic, "critic")):
-        if other is not None:
-            _compare_tokenizers(train, other, what)
+        if other is not None and (found := _comparison(train, other, what)):
+            _report(found, other, what)
     may_be_itself = isinstance(top, Top) and top.allow_self_teacher
     check = top.teacher_tokenizer_check if isinstance(top, Top) else "strict"
     for name, role in roles.teachers.items():
@@ -56,72 +64,77 @@ def compare_models(roles: Sections) -> None:
                         f"the teacher has the student's {same} ({role.info.path}), so it teaches nothing; give another"
                         " model, more context (hint, system_prompt), or set allow_self_teacher: true",
                     )
-        if check == "align" and _has_other_tokens(train, role):
+        found = _comparison(train, role, "teacher")
+        if found is None:
+            continue
+        if check == "align" and found.conflict:
+            _check_alignment(train, role, found.conflict)
             roles.teachers[name] = changed(role, {"is_aligned": True})
             _check_vocabulary(role)
             continue
-        if not _compare_tokenizers(train, role, "teacher", check != "warn"):
-            continue
+        _report(found, role, "teacher", check != "warn")
         _check_vocabulary(role)
         if role.info.vocab < train.info.vocab:
             role.diag.note(
                 "",
-                f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the student must not"
-                " sample the additional ids, over which opd_objective: sampled normalises its log-probs",
+                f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the additional"
+                " ids are padding, which the student must not sample; opd_objective: sampled normalises its log-probs"
+                " over all ids, also these",
             )
 
 
-def _compare_tokenizers(train: Worker, role: Worker, what: str, refuses: bool = True) -> bool:
-    """Check that each token id of the student stands for the same token in `role`.
+def _comparison(train: Worker, role: Worker, what: str) -> TokenizerComparison | None:
+    """Compare the tokenizers of student and `role`; return None if a file cannot be read."""
+    models = [one.info for one in (train, role) if one.info and has_tokenizer(one.info.path)]
+    if len(models) == 2:  # the reader of roles reports missing tokenizers
+        with role.diag.catching(MODEL, ModelFilesError):
+            return compare_tokenizers(models[0].path, models[1].path, what)
+    return None
 
-    A token that differs is an error, or a warning if `refuses` is False. All other differences are warnings. Returns
-    False if a file cannot be read.
+
+def _report(found: TokenizerComparison, role: Worker, what: str, refuses: bool = True) -> None:
+    """Report the differences of the tokenizers of student and `role`.
+
+    A token that differs is an error, or a warning if `refuses` is False. All other differences are warnings.
     """
-    if role.info is None or train.info is None:
-        return False
-    if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
-        return False  # the role's reader reports missing tokenizers
+    sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
+    if found.conflict and refuses:
+        way_out = (
+            ", or set teacher_tokenizer_check: align (the teacher reads the text in its own tokens) or warn (it"
+            " gets"
+            " the student's ids)"
+            if what == "teacher"
+            else ""
+        )
+        role.diag.error(
+            MODEL,
+            f"{sentence}; a {what} scores only its own tokens, so give a model of the student's family{way_out}",
+        )
+    elif found.conflict:
+        role.diag.note(MODEL, f"{sentence}; its log-probs of the differing tokens are meaningless")
+    if found.differences:
+        counts = "the student's tokenizer and template are used"
+        if what == "teacher":
+            own = getattr(role, "template", None)
+            counts = f"the teacher reads template {own}" if own else f"{counts} unless you set `template: native`"
+        role.diag.note(
+            "",
+            f"the tokenizers of student and {what} differ, but not in their token ids:"
+            f" {'; '.join(found.differences)}; {counts}",
+        )
+
+
+def _check_alignment(train: Worker, role: Worker, conflict: str) -> None:
+    """Check that the tokens of student and teacher can be aligned."""
     with role.diag.catching(MODEL, ModelFilesError):
-        found = compare_tokenizers(train.info.path, role.info.path, what)
-        sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
-        if found.conflict and refuses:
-            way_out = (
-                ", or set teacher_tokenizer_check: align (the teacher reads its own tokens) or warn"
-                if what == "teacher"
-                else ""
-            )
-            role.diag.error(MODEL, f"{sentence}; give a model of the student's family{way_out}")
-        elif found.conflict:
-            role.diag.note(MODEL, f"{sentence}; its log-probs of the differing tokens are meaningless")
-        if found.differences:
-            counts = "the student's tokenizer and template are used"
-            if what == "teacher":
-                own = getattr(role, "template", None)
-                counts = f"the teacher reads template {own}" if own else f"{counts} unless you set `template: native`"
-            role.diag.note("", f"the tokenizers differ, but not in their ids: {'; '.join(found.differences)}; {counts}")
-        return True
-    return False
-
-
-def _has_other_tokens(train: Worker, role: Worker) -> bool:
-    """Return whether the teacher's token ids differ from the student's.
-
-    If they differ, this function also checks that the two tokenizers can be aligned.
-    """
-    if role.info is None or train.info is None:
-        return False
-    if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
-        return False  # reported with the roles
-    with role.diag.catching(MODEL, ModelFilesError):
-        conflict = compare_tokenizers(train.info.path, role.info.path).conflict
-        if not conflict:
-            return False
         for info in (train.info, role.info):
-            if (info.path / "tokenizer.json").is_file():
+            if info and (info.path / "tokenizer.json").is_file():
                 check_format(read_json(info.path / "tokenizer.json"))
-        role.diag.note(MODEL, f"the tokenizers of student and teacher differ: {conflict}; tokens are aligned by bytes")
-        return True
-    return False
+        role.diag.note(
+            MODEL,
+            f"the tokenizers of student and teacher differ: {conflict}; the teacher reads the response in its own"
+            " tokens, aligned by bytes (teacher_tokenizer_check: align)",
+        )
 
 
 def _check_vocabulary(role: Worker) -> None:
@@ -130,8 +143,8 @@ def _check_vocabulary(role: Worker) -> None:
         if role.info and largest is not None and largest >= role.info.vocab:
             role.diag.error(
                 MODEL,
-                f"the tokenizer uses token id {largest}, but the model has only {role.info.vocab} ids;"
-                f" give both of the same release",
+                f"the tokenizer uses token id {largest}, but the model has only {role.info.vocab} (vocab_size);"
+                " give model and tokenizer of the same release",
             )
 
 
@@ -231,7 +244,10 @@ def check_logging(top: Run, exp_name: str) -> str | None:
     with top.diag.catching("logging_dir"):
         _writable_place(top, "logging_dir", expanded(top.logging_dir).absolute())
     if MAX_NAME_BYTES - RUN_ID_BYTES < len(os.fsencode(exp_name)) <= MAX_NAME_BYTES:  # a longer one is refused anyway
-        top.diag.error("logging_dir", f"<exp_name>-<run> is longer than {MAX_NAME_BYTES} bytes; shorten exp_name")
+        top.diag.error(
+            "logging_dir",
+            f"<exp_name>-<run> is longer than the {MAX_NAME_BYTES} bytes of a directory's name; shorten exp_name",
+        )
     return os.path.expanduser(top.logging_dir)
 
 
@@ -254,8 +270,8 @@ def _check_space(top: Run, place: Path | None, student: ModelInfo | None) -> Non
         if free < needed:
             top.diag.unsupported_here(
                 "output_dir",
-                f"a checkpoint takes {needed / 2**30:.1f} GiB, but {place} has {free / 2**30:.1f} GiB free;"
-                " choose another directory",
+                f"a checkpoint of {student.parameters:,} parameters takes {needed / 2**30:.1f} GiB, but {place} has"
+                f" {free / 2**30:.1f} GiB free; choose another directory",
             )
 
 

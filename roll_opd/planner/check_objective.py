@@ -4,12 +4,13 @@ An objective is refused if it gives no training signal, or another signal than t
 are reported.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from roll_opd.config.diagnostics import as_yaml
 from roll_opd.config.plan import RewardPlan
 from roll_opd.config.roll_keys import KL_PENALTIES_LATER, PURE_FIXED
-from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, SampleKeys, StepKeys, Top, keys_of
+from roll_opd.config.schema import Top, unread
 from roll_opd.objective.algorithms import (
     DIVERGENCE_NAMES,
     KL_LOSSES,
@@ -20,11 +21,11 @@ from roll_opd.objective.algorithms import (
 )
 from roll_opd.objective.registry import ADVANTAGES, OPD_ADVANTAGES, POLICY_LOSSES, AlgorithmError
 from roll_opd.planner.objective_plan import (
+    LEVELS,
     NAMES_OF_A_LOSS,
     check_clip_range,
     check_correction,
-    has_norm_levels,
-    keys_of_steps,
+    taken_by,
 )
 from roll_opd.planner.read_sections import Sections
 
@@ -38,7 +39,8 @@ def check_objective(top: Top, mode: str) -> None:
 
     Keys may contradict the mode, may have no effect in it, or may select an objective that is not available yet.
     """
-    top.diag.unused(*(key for key in _unread(top, mode) if _given(top, key) is not None))
+    reported = {*PURE_FIXED, *(REPORTED_WITH_TEACHERS if top.opd_objective == "sampled" else ())}
+    top.diag.unused(*(unread(top, _facts(top, mode)).keys() - (reported if mode == "pure" else set())))
     if top.importance_sampling not in (None, "token", "seq"):
         top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
     if top.kl_loss_fn is not None:
@@ -59,47 +61,17 @@ def check_objective(top: Top, mode: str) -> None:
         _check_reward_part(top)
 
 
-def _unread(top: Top, mode: str) -> Iterator[str]:
-    """Yield the keys that have no effect in this mode and with these other keys."""
-    sampled = top.opd_objective == "sampled"
-    if mode == "rl":
-        yield from (
-            "opd_kl_coef",
-            "opd_kl_discount",
-            "opd_chunk_credit",
-            "opd_advantage_fn",
-            "opd_advantage_fn_args",
-            "opd_use_policy_gradient",
-            *keys_of(DistillationKeys),
-        )
-    if mode == "pure":
-        reported = {*PURE_FIXED, *(REPORTED_WITH_TEACHERS if sampled else ())}
-        yield from {*keys_of(ReinforcementKeys), *keys_of(CriticKeys)} - reported
-        if not sampled:  # without an advantage
-            yield "advantage_clip"
-    else:
-        if top.adv_estimator != "gae":
-            yield from ("lambd", *keys_of(CriticKeys))
-        if not top.use_kl_loss:
-            yield "kl_loss_coef"
-        if top.adv_estimator in ADVANTAGES.builtin and not has_norm_levels(top.adv_estimator or ""):
-            yield from NORMS
-        if top.target_kl is None or not top.add_token_level_kl:
-            yield from ("target_kl", "kl_horizon")
-    if top.opd_objective != "topk":
-        yield from ("opd_topk", "opd_topk_source")
-    if top.opd_divergence != "jsd":
-        yield "opd_jsd_beta"
-    if not top.opd_divergence.startswith("skewed"):
-        yield "opd_skew_alpha"
-    of_steps = set() if mode == "pure" else keys_of_steps(top.adv_estimator or "")
-    yield from keys_of(StepKeys).keys() - of_steps
-    if top.makes_tasks:  # ROLL's environments read no key of `SampleKeys`
-        yield from keys_of(SampleKeys)
-    if not top.difficulty_mask:
-        yield from ("difficulty_low_threshold", "difficulty_high_threshold")
-    if not top.error_max_len_clip:
-        yield "error_max_len_threshold"
+def _facts(top: Top, mode: str) -> dict[str, Any]:
+    """Return what the conditions of keys (`Section.read_if`) need to know in addition to the keys."""
+    pure, name = mode == "pure", top.adv_estimator
+    takes = taken_by(name) if name in ADVANTAGES.builtin else frozenset(LEVELS)
+    return {
+        "teachers": mode != "rl",
+        "rewards": not pure,
+        "advantages": not pure or top.opd_objective == "sampled",
+        "advantage": frozenset() if pure else takes,
+        "prompts": not top.makes_tasks,
+    }
 
 
 def _check_reward_part(top: Top) -> None:
@@ -107,10 +79,14 @@ def _check_reward_part(top: Top) -> None:
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
         top.diag.error(
             "critic_warmup",
-            f"{top.critic_warmup} steps leave none of max_steps {top.max_steps} for the student; lower it",
+            f"{top.critic_warmup} steps that train only the critic leave none of max_steps {top.max_steps} for the"
+            " student; lower it",
         )
     if top.adv_estimator == "on_policy_distill":
-        top.diag.error("adv_estimator", "'on_policy_distill' takes no rewards; write reinforce or grpo")
+        top.diag.error(
+            "adv_estimator",
+            "'on_policy_distill' is set by pure distillation itself and takes no rewards; write reinforce or grpo",
+        )
     if top.adv_estimator in ADVANTAGES.elsewhere:
         known = " or ".join(name for name in ADVANTAGES.builtin if name != "on_policy_distill")
         top.diag.unsupported("adv_estimator", f"{top.adv_estimator!r} is not available yet; use {known}")
@@ -156,9 +132,17 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
     if top.whiten_advantages:
         pure = mode == "pure"
         instead = "has no effect in pure distillation" if pure else "whitens only the reward's part of an advantage"
-        top.diag.warn("whiten_advantages", f"true {instead}; ROLL also whitens the teachers' part")
+        top.diag.warn(
+            "whiten_advantages",
+            f"true {instead}; ROLL also whitens the teachers' part, where positive values below the mean become"
+            " negative",
+        )
     if KL_PENALTIES.get(top.kl_penalty) != "kl":
-        top.diag.warn("kl_penalty", f"{top.kl_penalty} is not applied to the teachers' part (kl), unlike in ROLL")
+        top.diag.warn(
+            "kl_penalty",
+            f"{top.kl_penalty} is not applied to the teachers' part, unlike in ROLL: this part is always the student's"
+            " log-prob minus the teacher's (kl), whose expected gradient is that of the reverse KL",
+        )
 
 
 def check_steps(top: Top) -> bool:
@@ -170,7 +154,11 @@ def check_steps(top: Top) -> bool:
     if top.makes_tasks:
         return top.check_advantage(facts)
     if facts.reads_states and not top.workflow:
-        top.diag.error("adv_estimator", f"{name} compares actions from the same state, but answers have none; use grpo")
+        top.diag.error(
+            "adv_estimator",
+            f"{name} compares actions from the same state of an environment, but answers to a prompt have none; use"
+            " grpo",
+        )
     if facts.reads_states and top.workflow and top.norm_mean_type is None and top.norm_std_type is None:
         instead = "norm_mean_type and norm_std_type are null; write norm_mean_type: group"
         top.diag.note("adv_estimator", f"{name} compares nothing while {instead}")
@@ -195,7 +183,9 @@ def _check_functions(top: Top, mode: str) -> None:
     facts = loss_facts(top.policy_loss)
     if facts.needs == "pairs":
         top.diag.unsupported(
-            "policy_loss", f"{top.policy_loss!r} needs pairs; use start_dpo_pipeline.py, or another loss"
+            "policy_loss",
+            f"{top.policy_loss!r} needs pairs of answers, but a rollout makes none; run it with start_dpo_pipeline.py,"
+            " or use another loss",
         )
     for key, reason in check_combination(
         policy_loss=top.policy_loss or "",
@@ -221,12 +211,18 @@ def check_groups(top: Top, compares_prompts: bool) -> None:
     """
     compares = advantage_facts(top.adv_estimator).baseline and compares_prompts
     if compares and top.norm_mean_type != "batch" and top.responses == 1:
-        top.diag.note("adv_estimator", f"{top.adv_estimator} has no baseline with one response; raise {top.group_key}")
+        top.diag.note(
+            "adv_estimator",
+            f"{top.adv_estimator} has no baseline with one response per prompt, so rewards are used unchanged; set"
+            f" {top.group_key} to 2 or more",
+        )
     samples = top.rollout_batch_size * top.responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:
         top.diag.error(
             "kl_horizon",
-            f"{top.kl_horizon} is too small for {samples} samples per step; write more than {samples // FEWEST_STEPS}",
+            f"{top.kl_horizon} is too small: the coefficient changes by up to a fifth for every {top.kl_horizon}"
+            " samples, so"
+            f" one step of {samples} samples could take it to 0; write more than {samples // FEWEST_STEPS}",
         )
 
 
@@ -241,7 +237,9 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
         if not (reward.query_filter or reward.response_filter):
             top.diag.note(
                 f"rewards.{reward.domain}",
-                f"teaches nothing with policy loss {top.policy_loss}; write response_filter_config, or another loss",
+                f"teaches nothing, as policy loss {top.policy_loss} reads no advantages and no filter selects samples"
+                " by their"
+                " reward; write response_filter_config (rejection sampling), or another loss",
             )
 
 
@@ -263,7 +261,9 @@ def check_signals(top: Top, roles: Sections, rewards: Sequence[RewardPlan]) -> N
     if roles.mode == "pure":
         diag = next((role.diag for role in teachers if role.opd_kl_coef is not None), top.diag)
         if teachers:
-            diag.error("opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; raise it")
+            diag.error(
+                "opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; set opd_kl_coef above 0"
+            )
         return
     compares = (top.use_kl_loss and top.kl_loss_coef) or (top.add_token_level_kl and top.init_kl_coef)
     rewarded = top.workflow or any(term.weight for reward in rewards for term in reward.terms)
@@ -271,7 +271,8 @@ def check_signals(top: Top, roles: Sections, rewards: Sequence[RewardPlan]) -> N
         also = " (as opd_kl_coef 0 removes the teachers' part)" if teachers else ""
         top.diag.error(
             f"rewards.{rewards[0].domain}.weight",
-            f"0 removes the rewards' part of the loss{also}, {else_nothing}; write another weight",
+            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one of the rewards a weight"
+            " other than 0",
         )
 
 
@@ -301,25 +302,35 @@ def _check_distillation(top: Top) -> None:
         if policy_gradient is False:
             top.diag.error(
                 "opd_use_policy_gradient",
-                "false gives a gradient that depends on no teacher; remove it, or use topk or full",
+                "false uses the k1 estimate of the sampled tokens as a direct loss, whose gradient depends on no"
+                " teacher;"
+                " remove this key, or use opd_objective: topk or full",
             )
         if top.opd_divergence != "reverse_kl":
             top.diag.error(
                 "opd_divergence",
-                f"{top.opd_divergence} needs more than the sampled tokens; use opd_objective: full or topk",
+                f"{top.opd_divergence} needs a sum over the vocabulary, and sampled tokens estimate only the reverse"
+                " KL; use"
+                " opd_objective: full or topk",
             )
         return
     if policy_gradient:
         top.diag.error(
-            "opd_use_policy_gradient", f"true gives {objective} an expected gradient of 0; remove it, or use sampled"
+            "opd_use_policy_gradient",
+            f"true uses the {objective} divergence as an advantage, whose expected gradient is 0; remove this key, or"
+            " use opd_objective: sampled",
         )
     if "opd_advantage_fn" in top.written:
         top.diag.error(
-            "opd_advantage_fn", f"{top.opd_advantage_fn} has no effect with {objective}; remove it, or use sampled"
+            "opd_advantage_fn",
+            f"{top.opd_advantage_fn} has no effect, as opd_objective: {objective} has no advantage from the teacher;"
+            " remove it, or use opd_objective: sampled",
         )
     if top.opd_kl_discount:
         top.diag.error(
-            "opd_kl_discount", f"{top.opd_kl_discount:g} has no effect with {objective}; write 0, or use sampled"
+            "opd_kl_discount",
+            f"{top.opd_kl_discount:g} has no effect, as opd_objective: {objective} has no advantage from the teacher;"
+            " write 0, or use opd_objective: sampled",
         )
 
 

@@ -74,7 +74,10 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
             f"{top.sequence_length} is less than prompt_length {top.prompt_length} + {length}; raise or remove it",
         )
     if written is not None and written != length:
-        args.diag.warn("max_new_tokens", f"{written} is not the response length {length}; the smaller one applies")
+        args.diag.warn(
+            "max_new_tokens",
+            f"{written} is not the response length {length}; the smaller one applies (ROLL uses the response length)",
+        )
     return min(written or length, length)
 
 
@@ -96,7 +99,11 @@ def _held_out_length(top: Top) -> int | None:
         top.diag.error("val_sequence_length", f"{both} leaves no room after val_prompt_length {prompt}; raise it")
         return written
     if written not in (None, both - prompt):
-        args.diag.warn("max_new_tokens", f"{written} has no effect: val_sequence_length leaves {both - prompt}")
+        args.diag.warn(
+            "max_new_tokens",
+            f"{written} has no effect: as in ROLL, val_sequence_length - val_prompt_length leaves {both - prompt}"
+            " tokens",
+        )
     return both - prompt
 
 
@@ -115,10 +122,10 @@ def _check_lengths(top: Top, roles: Sections, args: GeneratingArgs, response: in
         return
     key = f"{OPTIONS}.max_model_len"
     if length <= top.prompt_length:
-        text = f"{length} leaves no token for a response after a prompt of {top.prompt_length}; raise it"
+        text = f"{length} leaves no token for a response after a prompt of {top.prompt_length}; raise or remove it"
         infer.diag.error(key, text)
     elif length < needed:
-        text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL"
+        text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: long prompts shorten the response"
         infer.diag.warn(key, text)
     if infer.info is not None and length > infer.info.max_positions:
         text = f"{length} is more than the model's {infer.info.max_positions} positions"
@@ -215,7 +222,9 @@ def _mini_batch(top: Top, train: Worker, share: float = 0.0) -> int | None:
     if sequences > MAX_SEQUENCES:
         top.diag.error(
             "rollout_batch_size",
-            f"{sequences:,} sequences per step are more than {MAX_SEQUENCES:,}; lower it, or the responses per prompt",
+            f"{top.rollout_batch_size} prompts x {n} responses are more than the {MAX_SEQUENCES:,} sequences that a"
+            " step can"
+            " hold; lower one of the two numbers",
         )
         return None
     given = demonstration_rows(mini, share)
@@ -227,7 +236,11 @@ def _mini_batch(top: Top, train: Worker, share: float = 0.0) -> int | None:
         )
         return None
     if top.makes_tasks and sequences % mini:
-        top.diag.note("rollout_batch_size", f"{sequences} is no multiple of mini-batch {mini}; one update is smaller")
+        top.diag.note(
+            "rollout_batch_size",
+            f"{sequences} trajectories per step are no multiple of the mini-batch {mini}; a step's last update is"
+            " smaller",
+        )
         return min(mini, sequences)
     if sequences % (mini - given):
         left = f"the {mini - given} that {given} demonstrations leave in " if given else ""
@@ -253,7 +266,9 @@ def rows_per_step(top: Supervised, train: Worker) -> tuple[int, int]:
     rows = top.train_batch_size or update
     if rows % update:
         top.diag.error(
-            "train_batch_size", f"{rows} is not a multiple of an update's {update} {arithmetic}; change it or remove it"
+            "train_batch_size",
+            f"{rows} is not a multiple of an update's {update} rows {arithmetic}; change one of the two numbers, or"
+            " remove it",
         )
     return rows, update
 

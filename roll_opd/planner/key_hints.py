@@ -1,6 +1,6 @@
-"""Find keys that a role does not read, and give hints for keys that are misspelt or in the wrong section."""
+"""Give hints for keys that are misspelt or in the wrong section."""
 
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from typing import Any, get_args, get_origin
 
@@ -21,6 +21,7 @@ from roll_opd.config.schema import (
     Top,
     Worker,
     keys_of,
+    lacking,
     supervised_pipelines,
 )
 
@@ -29,26 +30,7 @@ SAME_SECTION = 0.85  # minimum similarity of a misspelt and a known section: `al
 MOST_ADVICE = 8  # keys of an unknown section that its error answers
 TRAIN, ROLLOUT, TEACHER, FROZEN, CRITIC = "train", "rollout", "teacher", "frozen", "critic"  # kinds of roles
 ELSEWHERE = "elsewhere"  # kind of a teacher that uses no device of the run
-ENGINES = (ROLLOUT,)
 MEGATRON = (TRAIN, TEACHER, FROZEN, CRITIC)
-LEARNERS = (TRAIN, CRITIC)
-TEACHER_KEYS = ("opd_kl_coef", "tag_included")
-# key -> the kinds of roles that read it; a key that is not listed is read by every role
-READ_BY: dict[str, Collection[str]] = {
-    **dict.fromkeys(TEACHER_KEYS, (TEACHER, ELSEWHERE)),
-    **dict.fromkeys(("strategy_args", "device_mapping", "system_envs"), (*ENGINES, *MEGATRON)),
-    "data_args": (TRAIN,),
-    "training_args": LEARNERS,
-    "generating_args": ENGINES,
-    "worker_cls": (),  # read only in rewards; a student may have ROLL's ActorPGWorker
-    **dict.fromkeys(("pg_variant", "topr_positive_weight", "topr_negative_weight"), (TRAIN,)),
-    "num_gpus_per_worker": ENGINES,
-    **dict.fromkeys(("infer_batch_size", "use_sequence_packing", "sequence_packing_args"), MEGATRON),
-    **dict.fromkeys(("use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer"), MEGATRON),
-    **dict.fromkeys(("use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train"), LEARNERS),
-}
-# keys for which role_reader.py and rl_losses/pg_variants.py (extras) check the role together with the value
-CHECKED = ("data_args", "training_args", "generating_args", "worker_cls", "pg_variant")
 # options of strategy_args.strategy_config that are often written elsewhere
 MEGATRON_OPTIONS = frozenset({
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -71,21 +53,6 @@ def kind_of(role: str) -> str:
     if role in (TEACHER, CRITIC):
         return role
     return FROZEN if role == "reference" else ROLLOUT
-
-
-def has_effect(key: str, kind: str) -> bool:
-    """Whether a role of this kind reads a key of its section."""
-    return kind in READ_BY.get(key, (kind,))
-
-
-def unread(worker: Worker, kind: str) -> list[str]:
-    """Return the keys that are set in a role, although a role of this kind does not read them.
-
-    A key counts as set if its value differs from the default.
-    """
-    default = type(worker)()
-    changed = [name for name in keys_of(Worker) if getattr(worker, name, None) != getattr(default, name, None)]
-    return [name for name in changed if name not in CHECKED and not has_effect(name, kind)]
 
 
 def typing_error(
@@ -192,7 +159,7 @@ def _is_read(place: Place, key: str) -> bool:
     if not place or not _is_role(place[0]):
         return True
     inside = place[2:] if place[:2] == (TEACHER, NAME) else place[1:]
-    return has_effect((*inside, key)[0], kind_of(place[0]))
+    return lacking(TeacherWorker(), (*inside, key)[0], {"kind": kind_of(place[0])}) is None
 
 
 def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:

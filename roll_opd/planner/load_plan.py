@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.paths import PathError, also_resolving_in
+from roll_opd.base.paths import also_resolving_in
 from roll_opd.base.user_modules import search_modules_in
-from roll_opd.config.compose import LoadedConfig, find_config, load_config, write_yaml
+from roll_opd.config.compose import LoadedConfig, find_config, load_config
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import CheckpointPlan, RunPlan
 from roll_opd.config.schema import CheckpointKeys, Run, RunKeys, Supervised, shared
@@ -84,10 +86,7 @@ def load_plan(
 
 def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
     """Return the composed configuration. A configuration of another system is translated. Raises ConfigError."""
-    try:
-        directory, name = find_config(config_path, config_name)
-    except (ConfigError, PathError, OSError):
-        return load_config(config_path, config_name, overrides)  # reports a file that is not found
+    directory, name = find_config(config_path, config_name)
     file = directory / f"{name}.yaml"
     translator = translator_of(file)
     return translator.load(file, overrides) if translator else load_config(config_path, config_name, overrides)
@@ -187,7 +186,7 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, sections: Sections)
         on_devices,
         memory=FrozenDict(memory),
         flops=FrozenDict({name: sequence_flops(models[name], longest, longest) / longest for name in memory}),
-        config_yaml=write_yaml(without_secrets(loaded.values), left_out=top.diag.replaced),
+        config_yaml=OmegaConf.to_yaml(OmegaConf.create(without_secrets(loaded.values))),
     )
     top.diag.warn_unused()  # all keys have been read
     check_devices.check_memory(finished, top.diag)

@@ -61,8 +61,8 @@ def check_modules(lora: LoraPlan, model: ModelInfo, args: ModelArgs) -> None:
     elif lacking := sorted(wanted - found):
         args.diag.unsupported(
             "adapter_name_or_path",
-            f"{lora.path} has adapters in {len(found)} of {len(wanted)} layers, none in"
-            f" {lacking[0]}; name an adapter of all layers",
+            f"{lora.path} has adapters in {len(found)} of {len(wanted)} layers, none in {lacking[0]} (target_modules,"
+            " layers_to_transform or exclude_modules of its adapter_config.json); name an adapter of all layers",
         )
 
 

@@ -21,6 +21,7 @@ from roll_opd.config.schema import (
     ReinforcementKeys,
     SamplingKeys,
     Section,
+    StepKeys,
     TokenFilter,
     Top,
     Worker,
@@ -48,7 +49,7 @@ RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn
 # keys that ROLL does not have and that select a loss
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})
 ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
-STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_reward_weight"})
+LEVELS = ("mean_cal_level", "std_cal_level")  # arguments of advantages that norm_mean_type and norm_std_type set
 # default (lower, upper) as in ROLL (tis), and as in verl and rLLM (icepop)
 BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}
 
@@ -267,8 +268,10 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
     if name == "grpo":  # grpo compares within a group by definition; an explicit null switches that off
         mean = mean if "norm_mean_type" in top.written else "group"
         std = std if "norm_std_type" in top.written else "group"
-    levels = {"mean_cal_level": mean, "std_cal_level": std} if has_norm_levels(name) else {}
-    arguments = {**levels, **{key: getattr(top, key) for key in sorted(keys_of_steps(name))}, **top.advantage_fn_args}
+    taken = taken_by(name)
+    levels = dict(zip(LEVELS, (mean, std), strict=True)) if taken.issuperset(LEVELS) else {}
+    of_steps = {key: getattr(top, key) for key in sorted(taken.intersection(keys_of(StepKeys)))}
+    arguments = {**levels, **of_steps, **top.advantage_fn_args}
     token_kl = top.init_kl_coef if top.add_token_level_kl else 0.0
     return replace(
         plan,
@@ -310,18 +313,15 @@ def check_clip_range(top: Top) -> None:
     written = {key: value for key in ("pg_clip_low", "pg_clip_high") if (value := getattr(top, key)) is not None}
     if written and not _reads_clip_range(top) and set(written.values()) != {top.pg_clip}:
         shown = ", ".join(f"{key} {value:g}" for key, value in written.items())
-        top.diag.warn(next(iter(written)), f"{shown} have no effect without use_pg_clip_range, as in ROLL")
+        top.diag.warn(
+            next(iter(written)),
+            f"{shown} have no effect without use_pg_clip_range: true, as in ROLL; pg_clip {top.pg_clip:g} applies",
+        )
 
 
-def has_norm_levels(advantage: str) -> bool:
-    """Whether a built-in advantage takes the levels that `norm_mean_type` and `norm_std_type` set."""
-    levels = {"mean_cal_level", "std_cal_level"}
-    return advantage in ADVANTAGES.builtin and levels <= ADVANTAGES.defaults(advantage).keys()
-
-
-def keys_of_steps(advantage: str) -> set[str]:
-    """Return the keys about step rewards that a built-in advantage takes as arguments."""
-    return set(STEP_KEYS & ADVANTAGES.defaults(advantage).keys()) if advantage in ADVANTAGES.builtin else set()
+def taken_by(advantage: str | None) -> frozenset[str]:
+    """Return the names of the arguments of a built-in advantage; of a user's advantage, they are not known here."""
+    return frozenset(ADVANTAGES.defaults(advantage)) if advantage in ADVANTAGES.builtin else frozenset()
 
 
 def check_correction(top: Top, mode: str) -> None:

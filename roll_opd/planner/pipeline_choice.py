@@ -151,5 +151,6 @@ def _rows_problem(values: Mapping[str, Any], diag: Diagnostics) -> str | None:
     if schema == "experience":
         return None
     return (
-        f"algorithm_type: {name} trains on rows; run it with start_{schema}_pipeline.py{diag.where('algorithm_type')}"
+        f"algorithm_type: {name} trains on rows of schema {schema}, not on rollouts; run it with"
+        f" start_{schema}_pipeline.py{diag.where('algorithm_type')}"
     )

@@ -28,12 +28,10 @@ from roll_opd.config.schema import (
     Supervised,
     SupervisedWorker,
     TeacherWorker,
-    Term,
     Top,
     Worker,
     changed,
     keys_of,
-    other_names,
 )
 from roll_opd.planner.key_hints import is_worker, top_level, typing_error
 
@@ -126,7 +124,6 @@ def read_sections(
         roles = {supervised.role: SupervisedWorker} | ({REFERENCE: Worker} if supervised.has_reference else {})
     known = {
         *keys_of(keys),
-        *other_names(keys),
         *roles,
         *(("teacher", "rewards", "reward_model", AUXILIARY) if supervised is None else ()),
     }
@@ -207,7 +204,7 @@ def _read_teachers(value: Any, name: str, sections: Sections, diag: Diagnostics)
             place.error("files", f"{FRESH_SAMPLES}; {INSTEAD_OF_FILES}")
         sections.lacks_teacher = True
         return
-    keys = {*keys_of(TeacherWorker), *other_names(TeacherWorker), *Worker.ignored}
+    keys = {*keys_of(TeacherWorker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the single teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
@@ -229,6 +226,8 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics
     """
     for domain, data in _mapping(value, "rewards", diag).items():
         place, judge = diag.below(f"rewards.{domain}"), _judge_type(data)
+        if isinstance(data, dict) and isinstance(terms := data.get("terms"), dict):
+            data = {**data, "terms": {name: term or {} for name, term in terms.items()}}
         if judge == SHARED_JUDGE and isinstance(shared, dict):
             judged = read_section(Worker, shared, diag.below("reward_model"))
             sections.judges |= {domain: judged} if judged else {}
@@ -238,7 +237,7 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics
             judged = read_section(Worker, of_engine, place)
             sections.judges |= {domain: judged} if judged else {}
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS} | {"judge_model_type": judge}
-        sections.rewards[domain] = read_section(Reward, _with_free_keys(data, place), place)
+        sections.rewards[domain] = read_section(Reward, data, place)
     if shared is not None:
         diag.unused("reward_model")
 
@@ -266,35 +265,6 @@ def _judge_type(reward: Any) -> Any:
     return {**(args if isinstance(args, dict) else {}), **reward}.get("judge_model_type")
 
 
-def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) -> Any:
-    """Move the arguments of a reward and of its terms into `args`.
-
-    An argument that resembles a known key of the section is reported as a misspelt key.
-    """
-    if not isinstance(data, dict):
-        return data
-    known = {*keys_of(model), *other_names(model), *model.ignored}
-    kept = {key: value for key, value in data.items() if key in known}
-    args = {} if kept.get("args") in (None, "None") else kept["args"]
-    if not isinstance(args, dict):
-        return kept  # reported by the type check
-    args = dict(args)
-    for key, value in data.items():
-        if key in known:
-            continue
-        near = nearest(str(key), known | REWARD_KEYS_OF_ROLL, SAME_WORD)
-        if near and key not in REWARD_KEYS_OF_ROLL:
-            diag.error(str(key), f"unknown key; did you mean {near!r}?")
-        else:
-            args[str(key)] = value
-    if isinstance(kept.get("terms"), dict):
-        kept["terms"] = {
-            str(name): _with_free_keys(term or {}, diag.below(f"terms.{name}"), Term)
-            for name, term in kept["terms"].items()
-        }
-    return {**kept, "args": args}
-
-
 def _mapping(value: Any, path: str, diag: Diagnostics) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
@@ -316,16 +286,23 @@ def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[s
         diag.error("", f"expected a section with keys, got {data!r}")
         return None
 
-    def unknown(section: type[Section], key: str, value: Any, place: Diagnostics) -> None:
-        known = {*keys_of(section), *other_names(section), *section.ignored}
+    def is_free(section: type[Section], key: str, value: Any, place: Diagnostics) -> bool:
+        known = {*keys_of(section), *section.ignored}
         known |= also_known if section is model else set()
-        problem = typing_error(place.path, key, value, known, top_level(place))
-        place.error(key, problem or "unknown key, and no known key has a similar name; remove it")
+        if section.free:  # an argument that resembles a key is a misspelt key
+            near = None if key in REWARD_KEYS_OF_ROLL else nearest(key, known | REWARD_KEYS_OF_ROLL, SAME_WORD)
+            problem = f"unknown key; did you mean {near!r}?" if near else None
+        else:
+            problem = typing_error(place.path, key, value, known, top_level(place))
+            problem = problem or "unknown key, and no known key has a similar name; remove it"
+        if problem:
+            place.error(key, problem)
+        return problem is None
 
     paths: dict[int, str] = {}
     copied = _copied(data, "", paths)
     try:
-        section: S = _validator(model).validate_python(copied, context=Reading(diag, paths, unknown))
+        section: S = _validator(model).validate_python(copied, context=Reading(diag, paths, is_free))
     except ValidationError as error:
         _report(error, diag)
         return None

@@ -69,7 +69,9 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
         reward.diag.unsupported(
             "judge_model_type",
-            f"{SHARED_JUDGE!r}: only one reward can use reward_model; write {LOCAL_JUDGE}, with its engine here",
+            f"{SHARED_JUDGE!r} uses the engine of section reward_model, which only one reward can use; write"
+            f" {LOCAL_JUDGE},"
+            " with model_args, strategy_args and device_mapping in this section",
         )
         args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
         reward = changed(reward, {"args": args})
@@ -85,7 +87,10 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     for name, section in reward.terms.items():
         term = _term(section, name, name)
         if term.args.get("judge_model_type") == LOCAL_JUDGE:
-            section.diag.error("judge_model_type", "a term cannot have engines; make the judge the domain's reward")
+            section.diag.error(
+                "judge_model_type",
+                "a term cannot have engines; make the judge the domain's reward, and the others its terms",
+            )
         found.append((section, term))
     for section, term in found if len(problems) == before else ():
         if term.worker.startswith("roll."):
@@ -175,12 +180,14 @@ def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan
     if response and response.type == "std_filter":
         reward.diag.error(
             "response_filter_config.type",
-            "std_filter accepts no single response; use mean_filter, or std_filter in query_filter_config",
+            "std_filter accepts no response, as a single reward has deviation 0; use mean_filter, or std_filter in"
+            " query_filter_config",
         )
     if query and query.type == "std_filter" and responses == 1:
         reward.diag.error(
             "query_filter_config.type",
-            "std_filter accepts no single response; set num_return_sequences_in_group to 2 or more, or use mean_filter",
+            "std_filter accepts no prompt with one response, as a single reward has deviation 0; set"
+            " num_return_sequences_in_group to 2 or more, or use mean_filter",
         )
 
 

@@ -99,7 +99,10 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     if args.warmup_steps and args.warmup_ratio:
-        args.diag.error("warmup_ratio", f"{args.warmup_ratio:g} and warmup_steps set the same length; remove one")
+        args.diag.error(
+            "warmup_ratio",
+            f"{args.warmup_ratio:g} and warmup_steps {args.warmup_steps} both set the warm-up's length; remove one",
+        )
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
     if not peak:
         args.diag.warn("learning_rate", "0 changes no weights, so the run only measures")
@@ -111,7 +114,9 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     if kwargs.lr_decay_steps is not None and kwargs.lr_decay_steps <= warmup:
         kwargs.diag.error("lr_decay_steps", f"{kwargs.lr_decay_steps} does not exceed the warm-up, {warmup}; raise it")
     if style == "WSD" and kwargs.wsd_decay_steps is None:
-        kwargs.diag.error("wsd_decay_steps", f"is missing; {args.lr_scheduler_type} needs this number of updates")
+        kwargs.diag.error(
+            "wsd_decay_steps", f"is missing; {args.lr_scheduler_type} needs the number of updates in its decay"
+        )
     return {
         "learning_rate": peak,
         "lr_scheduler_type": style,

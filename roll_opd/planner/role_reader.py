@@ -21,6 +21,7 @@ from roll_opd.config.schema import (
     Top,
     Worker,
     changed,
+    unread,
 )
 from roll_opd.models.layouts import check_layout, check_tensor_parallel
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
@@ -124,7 +125,9 @@ class RoleReader:
             with worker.diag.catching(MODEL, ModelFilesError):
                 info = read_model(find_model(model))
                 if not has_tokenizer(info.path):
-                    worker.diag.error(MODEL, f"{info.path} has no tokenizer.json; give another, or remove it")
+                    worker.diag.error(
+                        MODEL, f"{info.path} has no tokenizer.json; give the teacher's tokenizer, or remove this key"
+                    )
         if needs_model:
             self._check_weights(worker, info)
         return changed(worker, {"info": info})
@@ -158,7 +161,8 @@ class RoleReader:
             if needs_values and CRITIC not in written:
                 top.diag.error(
                     "adv_estimator",
-                    "gae (ROLL's default) needs a critic; write a critic section, or use grpo or reinforce",
+                    "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
+                    " device_mapping), or use grpo or reinforce",
                 )
         if reference := self._used(
             REFERENCE, bool(compares), "use_kl_loss and add_token_level_kl need a reference policy"
@@ -254,26 +258,29 @@ class RoleReader:
         """
         top, train, infer = self._sections.top, self._sections.train, self._sections.infer
         plays = isinstance(top, Top) and top.makes_tasks
+        teacher = next(iter(self._sections.teachers.values()), None)
+        readers = {  # key -> (end of "this role ...", the role that reads the key)
+            "data_args": ("reads no rows", None if plays else train),
+            "training_args": ("does not learn", train),
+            "generating_args": ("generates nothing", infer),
+            "opd_kl_coef": ("is not a teacher", teacher),
+            "tag_included": ("is not a teacher", teacher),
+        }
         templates = {top.global_template if top else None, train.data_args.template if train else None}
         for role in self._sections.placed():
             rows = role.data_args
             # ROLL's files repeat the template of the rows in every role
             repeated = {"template"} if rows.template in templates else set()
-            if role is not train and rows.written - repeated:
-                _report_unread(role, "data_args", "reads no rows", None if plays else train)
-            if role.job != "train" and role.training_args.written:
-                _report_unread(role, "training_args", "does not learn", train)
-            if role.job != "rollout" and role.generating_args.written:
-                _report_unread(role, "generating_args", "generates nothing", infer)
-            for key in key_hints.unread(role, self._kind(role)):
-                if key not in key_hints.TEACHER_KEYS:
+            for key in unread(role, {"kind": self._kind(role)}):
+                if key == "worker_cls" or (key == "data_args" and rows.written <= repeated):
+                    continue  # ROLL's classes of roles are reported where they select a loss
+                if key not in readers:
                     role.diag.unused(key)
-                elif teacher := next(iter(self._sections.teachers.values()), None):
-                    at_top = f", or {key} at the top" if isinstance(top, Top) and hasattr(top, key) else ""
-                    where = f"write it at {teacher.diag.at(key)}{at_top}"
-                    role.diag.note(key, f"has no effect, as this role is not a teacher; {where}")
-                else:
-                    _report_unread(role, key, "is not a teacher", None)
+                    continue
+                why, reader = readers[key]
+                at_top = f", or {key} at the top" if reader and hasattr(top, key) else ""
+                where = f"write it at {reader.diag.at(key)}{at_top}" if reader else "remove it"
+                role.diag.note(key, f"has no effect, as this role {why}; {where}")
 
     def _kind(self, role: Worker) -> str:
         """Return the kind of a role with devices: one of the kinds in `key_hints`."""
@@ -298,7 +305,9 @@ class RoleReader:
                     never.setdefault(key, []).append(args.diag.at(key))
             requested = lora_keys.adapter_key(args)
             if requested is None and args.lora_alpha and args.lora_rank is None:
-                args.diag.note("lora_alpha", "has no effect without lora_rank or lora_target; remove it")
+                args.diag.note(
+                    "lora_alpha", "has no effect without lora_rank or lora_target; set lora_rank, or remove lora_alpha"
+                )
             if requested is None or (student and args is student.model_args):
                 continue
             if infer and student and student.lora and args is infer.model_args:
@@ -347,18 +356,8 @@ class RoleReader:
             }
             for what in [what for what, absent in lacking.items() if absent]:
                 put = "add the files of the model's release" if "token" in what else "add the weights"
-                worker.diag.unsupported_here(MODEL, f"{info.path} has no {what}; {put}")
+                worker.diag.unsupported_here(
+                    MODEL, f"{info.path} has no {what}, so the run can be planned but not started; {put}"
+                )
         self._models[model] = info
         return info
-
-
-def _report_unread(role: Worker, section: str, why: str, reader: Worker | None) -> None:
-    """Report that a section of a role has no effect.
-
-    Args:
-        section: name of the section.
-        why: the reason, as the end of "this role ...".
-        reader: the role that reads a section of this name, or None.
-    """
-    where = f"write it in {reader.path}" if reader else "remove it"
-    role.diag.note(section, f"has no effect, as this role {why}; {where}")

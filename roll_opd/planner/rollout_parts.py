@@ -17,7 +17,7 @@ from roll_opd.config.plan import (
     ValidationPlan,
     WorkflowPlan,
 )
-from roll_opd.config.schema import CriticKeys, RolloutKeys, Run, Top, Worker, WorkflowKeys, keys_of, shared
+from roll_opd.config.schema import CriticKeys, RolloutKeys, Run, Top, Worker, WorkflowKeys, shared
 from roll_opd.data.files import first_tags
 from roll_opd.objective.algorithms import loss_facts
 from roll_opd.planner import (
@@ -215,14 +215,15 @@ def _demonstrations(top: Top) -> DataPlan | None:
         if share:
             top.diag.error(
                 "demonstrations",
-                f"is missing; {top.policy_loss} trains on a share of {share:g}; write"
-                " demonstrations.data_args.file_name",
+                f"is missing; policy loss {top.policy_loss} trains on rows with answers, a share of {share:g}"
+                " (expert_data_ratio); write demonstrations.data_args.file_name",
             )
         return None
     if not share:
         if loss_facts(top.policy_loss).needs != "demonstrations":  # a wrong share is reported elsewhere
             top.diag.error(
-                "demonstrations", f"policy loss {top.policy_loss} does not use it; use mix or mix_chord, or remove it"
+                "demonstrations",
+                f"policy loss {top.policy_loss} does not use it; use algorithm_type mix or mix_chord, or remove it",
             )
         return None
     if top.makes_tasks:
@@ -245,14 +246,11 @@ def _workflow(top: Top) -> WorkflowPlan | None:
     The caller adds the plans of the auxiliary models.
     """
     if top.workflow is None:
-        top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
         return None
     values = shared(WorkflowKeys, top) | {"system_prompt": top.system_prompt}
     if top.plugin_dir:
         with top.diag.catching("plugin_dir", PathError):
             values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
-    if top.workflow_reward is None:
-        top.diag.unused(*{"workflow_reward_args"} & top.written)
     for key in ("workflow", "workflow_reward"):
         if values[key] is not None:
             with top.diag.catching(key, PathError):

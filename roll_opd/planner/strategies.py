@@ -252,7 +252,7 @@ def read_vllm(worker: Worker, strict: bool, student: Worker | None = None, *, ev
     if devices is not None and len(devices) % tp:
         worker.diag.error(
             "device_mapping",
-            f"{len(devices)} devices are no multiple of tensor_parallel_size {tp}; give another number",
+            f"{len(devices)} devices are no multiple of tensor_parallel_size {tp}; give a multiple of {tp}",
         )
         devices = None
     args = {key: value for key, value in given.items() if _counts("vLLM", key, value, diag)}

@@ -18,6 +18,7 @@ from roll_opd.config.schema import (
     changed,
     keys_of,
     shared,
+    unread,
 )
 from roll_opd.data.files import count_rows, find_files, whole_steps
 from roll_opd.data.rows import DataError
@@ -28,8 +29,6 @@ from roll_opd.planner import check_devices, check_values, role_parts, row_plans
 from roll_opd.planner.read_sections import Sections
 
 PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys whose values are in other fields of the plan
-TOPK_ONLY = ("opd_topk", "opd_divergence", "sft_loss_coef")
-SAMPLED_ONLY = ("opd_kl_discount", "advantage_clip")
 TEACHER = "teacher"  # name of the teacher in the plan, metrics and records
 
 
@@ -104,7 +103,11 @@ def _objective(top: Supervised) -> ObjectivePlan:
     if kl_loss_coef is None:  # the KL loss is in the table of Trinity-RFT's algorithms; ROLL's DPO has no KL loss
         kl_loss_coef = KL_LOSS_COEF if top.algorithm_type and row.kl_loss and top.has_reference else 0.0
     if own and top.loss_agg_mode not in (None, own):
-        top.diag.error("loss_agg_mode", f"{top.loss_agg_mode} would weight pairs by their length; use {own}")
+        top.diag.error(
+            "loss_agg_mode",
+            f"policy loss {row.policy_loss} gives one value per pair, and {top.loss_agg_mode} would weight pairs by"
+            f" their length; use {own}",
+        )
     return replace(
         objective,
         policy_loss=loss,
@@ -183,9 +186,8 @@ def _rows_of_files(top: OfflineDistill, files: Sequence[str]) -> DataPlan:
 
 def _distillation(top: OfflineDistill, train: Worker, facts: FileFacts) -> ObjectivePlan:
     is_topk = top.opd_objective == "topk"
-    for key in SAMPLED_ONLY if is_topk else TOPK_ONLY:
-        if key in top.written:
-            top.diag.note(key, f"has no effect with opd_objective: {top.opd_objective}")
+    for key, condition in unread(top, {}).items():
+        top.diag.note(key, f"has no effect without {condition.replace('|', ' or ')}")
     top.diag.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES)
     common: dict[str, Any] = {
         "gamma": 0.0,
@@ -205,7 +207,9 @@ def _distillation(top: OfflineDistill, train: Worker, facts: FileFacts) -> Objec
     student = train.info.vocab if train.info else 0
     if facts.vocab_size and student and facts.vocab_size > student:
         top.teacher.diag.note(
-            "files", f"are normalised over {facts.vocab_size} token ids; score with --vocab-size {student}"
+            "files",
+            f"are normalised over {facts.vocab_size} token ids, but the student has {student}; score with --vocab-size"
+            f" {student}",
         )
     return ObjectivePlan(
         **common,

@@ -91,18 +91,21 @@ def _check_aligned(role: Worker, top: Top) -> None:
         top.diag.error(
             "opd_objective",
             f"{top.opd_objective} compares token ids, but {role.path} has a different tokenizer; use"
-            " opd_objective: sampled",
+            " opd_objective: sampled, or a teacher with the student's tokenizer",
         )
     keys = http_keys(role)
     if keys and keys.server == "openai" and top.opd_chunk_credit == "prefix":
         top.diag.error(
             "opd_chunk_credit",
-            f"prefix needs token ids, but {role.path} returns texts; write whole, or use another server",
+            f"prefix needs token ids, but {role.path} returns texts (server: openai); write whole, or use another"
+            " server",
         )
     if top.opd_kl_discount and top.opd_chunk_credit != "prefix":
         top.diag.error(
             "opd_kl_discount",
-            f"{top.opd_kl_discount:g} needs {role.path}'s KL per token; write 0, or opd_chunk_credit: prefix",
+            f"{top.opd_kl_discount:g} needs the KL of each token, but {role.path} has other tokens than the student,"
+            " and"
+            f" opd_chunk_credit: {top.opd_chunk_credit} gives the KL of chunks; write 0, or opd_chunk_credit: prefix",
         )
 
 
@@ -113,7 +116,9 @@ def _check_context(role: TeacherWorker, response: int) -> None:
         return
     for what, limit in _limits(role).items():
         if role.prompt_length + response > limit:
-            role.diag.error("prompt_length", f"{role.prompt_length} + {response} exceed {what} ({limit}); lower it")
+            role.diag.error(
+                "prompt_length", f"{role.prompt_length} + a response of {response} exceed {what} ({limit}); lower it"
+            )
 
 
 def _limits(role: Worker) -> dict[str, int]:
@@ -136,19 +141,25 @@ def _check_follower(role: TeacherWorker, roles: Sections, top: Top) -> None:
     follow = role.follows_student
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
         role.diag.error(
-            "follows_student", f"{role.info.path} has other weights than the student; remove model_name_or_path"
+            "follows_student",
+            f"starts with the student's weights, but {role.info.path} has other weights; remove"
+            " model_args.model_name_or_path",
         )
     if role.has_context:
         return
     if follow.update_interval == 1 and not follow.ema_decay:
         role.diag.error(
             "follows_student",
-            "every reverse KL to the student itself is 0; give the teacher a hint or a system_prompt, or set ema_decay",
+            "the teacher is the student with the same context, so every reverse KL is 0; give it a hint or a"
+            " system_prompt,"
+            " or set ema_decay",
         )
     elif roles.mode == "pure" and not top.allow_self_teacher:
         role.diag.error(
             "follows_student",
-            "an older student knows no more; give it a hint or a system_prompt, or set allow_self_teacher: true",
+            "the teacher is an older student with the same context, so it knows no more; give it a hint or a"
+            " system_prompt,"
+            " or set allow_self_teacher: true",
         )
 
 
@@ -183,7 +194,8 @@ def check_http_teachers(roles: Sections, top: Top) -> None:
             keys.diag.error("model_name", "is missing; write the name of a base model, or a path tinker://...")
         if temperature != 1:
             role.diag.error(
-                SERVER, f"{AT_ONE[keys.server]}, the student samples at {temperature:g}; set temperature: 1.0"
+                SERVER,
+                f"{AT_ONE[keys.server]}, the student samples at {temperature:g}; set generating_args.temperature: 1.0",
             )
         _check_targets(role, keys, top)
 

@@ -85,7 +85,7 @@ def test_rows_with_answers_have_pipelines_of_their_own(
     rl: dict[str, Any], problems: Problems, name: str, more: dict[str, Any]
 ) -> None:
     (found,) = problems({"algorithm_type": name, **more}, pure=False)
-    assert f"algorithm_type: {name} trains on rows; run it with start_{name}_pipeline.py" in found
+    assert f"algorithm_type: {name} trains on rows of schema {name}, not on rollouts; run it with start_{name}" in found
     assert f"run it with start_{name}_pipeline.py" in found
 
 

@@ -96,7 +96,7 @@ def test_unused_critic_is_not_loaded(ppo: dict[str, Any], plan: Plan, root: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"critic_warmup": 10}, "critic_warmup: 10 steps leave none of max_steps 10"),
+        ({"critic_warmup": 10}, "critic_warmup: 10 steps that train only the critic leave none of max_steps 10"),
         (
             {"critic.training_args.per_device_train_batch_size": 3},
             "16 sequences per step are not a multiple of critic's mini-batch of 6",

@@ -86,7 +86,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
     [
         (
             {"demonstrations": ...},
-            "demonstrations: is missing; mix trains on a share of 0.5",
+            "demonstrations: is missing; policy loss mix trains on rows with answers, a share of 0.5",
         ),
         ({"demonstrations": {}}, "demonstrations.data_args.file_name: is missing"),
         (

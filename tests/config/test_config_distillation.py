@@ -48,12 +48,12 @@ def test_a_teacher_with_another_tokenizer_normalises_over_all_its_token_ids(plan
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"opd_use_policy_gradient": False}, "gradient that depends on no teacher"),
-        ({"opd_divergence": "jsd"}, "jsd needs more than the sampled tokens"),
-        ({"opd_objective": "topk", "opd_topk": 5, "opd_use_policy_gradient": True}, "expected gradient of 0"),
-        ({"opd_objective": "full", "opd_use_policy_gradient": True}, "expected gradient of 0"),
-        ({"opd_objective": "full", "opd_kl_discount": 1.0}, "1 has no effect with full"),
-        ({"opd_objective": "full", "opd_advantage_fn": "math.fsum"}, "math.fsum has no effect with full"),
+        ({"opd_use_policy_gradient": False}, "whose gradient depends on no teacher"),
+        ({"opd_divergence": "jsd"}, "jsd needs a sum over the vocabulary"),
+        ({"opd_objective": "topk", "opd_topk": 5, "opd_use_policy_gradient": True}, "expected gradient is 0"),
+        ({"opd_objective": "full", "opd_use_policy_gradient": True}, "expected gradient is 0"),
+        ({"opd_objective": "full", "opd_kl_discount": 1.0}, "1 has no effect, as opd_objective: full"),
+        ({"opd_objective": "full", "opd_advantage_fn": "math.fsum"}, "math.fsum has no effect, as opd_objective: full"),
         ({"opd_advantage_fn": "nothing"}, "unknown opd_advantage_fn 'nothing'"),
         ({"opd_advantage_fn_args": {"limit": 5}}, "opd_advantage_fn_args"),
         ({"opd_objective": "topk", "opd_topk": 9}, "9 is more than the 8 token ids"),

@@ -259,10 +259,10 @@ WEIGHTS = {"is_weight": {"enabled": True}}
 def test_stale_rewards_need_a_named_correction(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     """Otherwise their importance ratio would be 1 without a warning."""
     (found,) = problems({"async_generation_ratio": 1}, pure=False)
-    assert found.startswith("async_generation_ratio: 1 trains rewards on stale samples")
+    assert found.startswith("async_generation_ratio: 1 trains the reward's part on samples of older weights")
     assert "write train_infer_correction: {is_weight: {enabled: true}}" in found
     (found,) = problems({"async_generation_ratio": 1, "train_infer_correction": {"negatives_delta": 0.1}}, pure=False)
-    assert "stale samples" in found
+    assert "samples of older weights" in found
     run = plan({"async_generation_ratio": 2.0, "train_infer_correction": WEIGHTS}, pure=False)
     assert run.objective.max_age == 2 and run.objective.recompute_old_logprobs
     assert run.rollout.on_weight_update == "continue"
@@ -284,7 +284,7 @@ def test_generation_ahead_needs_separate_devices(mixed: dict[str, Any], problems
     mixed["is_offload_states"] = True
     mixed["actor_infer"]["device_mapping"] = mixed["actor_train"]["device_mapping"]
     (found,) = problems({"async_generation_ratio": 1, "train_infer_correction": WEIGHTS}, pure=False)
-    assert found.startswith("async_generation_ratio: 1: actor_infer and actor_train cannot take turns")
+    assert found.startswith("async_generation_ratio: 1 lets generation and training run at the same time")
     assert "give the engines separate devices, or set async_generation_ratio to 0" in found
 
 
@@ -366,10 +366,10 @@ def test_planned_but_not_available_yet(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' takes no rewards"),
+        ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' is set by pure distillation"),
         (
             {"adv_estimator": "gigpo"},
-            "adv_estimator: gigpo compares actions from the same state, but",
+            "adv_estimator: gigpo compares actions from the same state of an environment, but",
         ),
         ({"adv_estimator": "grpoo"}, "adv_estimator: should be 'agentic_reinforce', 'asymre',"),
         ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),
@@ -473,12 +473,15 @@ def test_keys_of_a_role_without_effect_are_reported(mixed: dict[str, Any], plan:
         },
         pure=False,
     )
-    generates, learns = "this role generates nothing; write it in actor_infer", "this role does not learn"
+    generates, learns = (
+        "this role generates nothing; write it at actor_infer.generating_args",
+        "this role does not learn",
+    )
     reported = {
         "actor_train.generating_args": generates,
         "teacher.generating_args": generates,
-        "actor_infer.training_args": f"{learns}; write it in actor_train",
-        "teacher.data_args": "this role reads no rows; write it in actor_train",
+        "actor_infer.training_args": f"{learns}; write it at actor_train.training_args",
+        "teacher.data_args": "this role reads no rows; write it at actor_train.data_args",
     }
     unused, *others = run.warnings
     assert unused.startswith("reference: is written but not used")

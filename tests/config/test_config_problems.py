@@ -132,7 +132,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({f"student_infer.{MEGATRON}.pipeline_parallel_size": 2}, ["pipeline_parallel_size: only 1"]),
     (
         {"student_infer.model_args.model_name_or_path": "${teacher.model_args.model_name_or_path}"},
-        ["is not the trained model"],
+        ["is not the model"],
     ),
     ({"exp_name": "a/b"}, ["exp_name: 'a/b' cannot name a directory"]),
     ({"validation.data_args.file_name": "no.jsonl"}, ["validation.data_args.file_name: no file"]),
@@ -212,7 +212,7 @@ def test_a_wrong_section_does_not_hide_the_others(problems: Problems) -> None:
         ),
         ({"model_type": "gpt9"}, {}, "model_type 'gpt9', which is not supported; supported: deepseek_v2"),
         ({"model_type": "qwen2_5_vl", "vision_config": {}}, {}, "vision-language model"),
-        ({"vocab_size": 4}, {}, "uses token id 7, but the model has only 4 ids"),
+        ({"vocab_size": 4}, {}, "uses token id 7, but the model has only 4"),
         ({"hidden_size": None}, {}, "config.json lacks 'hidden_size'"),
         ({"rope_parameters": [1]}, {}, "rope_parameters in config.json should be an object, got [1]"),
         ({"hidden_size": "16"}, {}, "hidden_size in config.json should be an integer, got '16'"),
@@ -489,7 +489,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(problems: Problems, mon
     real = check_files.shutil.disk_usage
     monkeypatch.setattr(check_files.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
     found = problems()
-    assert "output_dir: a checkpoint takes" in found[0]
+    assert "output_dir: a checkpoint of 9,648 parameters" in found[0]
 
 
 def test_output_dir_under_a_file(problems: Problems, root: Path) -> None:

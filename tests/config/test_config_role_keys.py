@@ -8,8 +8,7 @@ import pytest
 
 from roll_opd.base.failures import nearest
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.schema import Worker, keys_of
-from roll_opd.planner.key_hints import READ_BY
+from roll_opd.config.schema import Section, Worker, keys_of
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
@@ -64,8 +63,13 @@ def test_keys_that_a_role_reads_are_not_warned_of(plan: Plan) -> None:
     assert not any("opd_kl_coef" in text or "infer_batch_size" in text for text in plan(read).warnings)
 
 
-def test_every_key_with_a_reader_is_a_key_of_a_role() -> None:
-    assert READ_BY.keys() <= keys_of(Worker).keys()
+def test_conditions_of_a_class_are_about_its_own_keys() -> None:
+    sections = [Section]
+    for section in sections:
+        sections += section.__subclasses__()
+        for names in vars(section).get("read_if", {}).values():
+            assert names == "*" or set(names.split()) <= vars(section)["__annotations__"].keys()
+    assert Worker in sections
 
 
 def test_a_key_of_another_meaning_is_never_near() -> None:

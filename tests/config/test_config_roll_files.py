@@ -171,7 +171,7 @@ def test_where_steps_are_compared_with_nothing_a_warning_says_so(root: Path) -> 
     (warning,) = said("reward_normalization.method=identity")
     assert "compares nothing while reward_normalization.method is identity" in warning
     (warning,) = said("train_env_manager.group_size=1")
-    assert "raise train_env_manager.group_size" in warning
+    assert "set train_env_manager.group_size to 2 or more" in warning
     assert not said("train_env_manager.group_size=1", "reward_normalization.grouping=tags")
 
 

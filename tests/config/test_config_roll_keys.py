@@ -113,7 +113,7 @@ def test_clip_ranges_of_any_key_are_read(
     run = plan({"pg_clip": 0.3, **written}, pure=False)
     arguments = run.objective.policy_loss_args
     assert (arguments["clip_low"], arguments["clip_high"]) == expected
-    assert any("without use_pg_clip_range," in text for text in run.warnings) == reported
+    assert any("without use_pg_clip_range: true," in text for text in run.warnings) == reported
 
 
 @pytest.mark.parametrize(("ulysses", "layout"), [(1, Layout(dp=4)), (2, Layout(tp=2, dp=2, sequence_parallel=True))])
@@ -149,7 +149,7 @@ def test_lengths_of_validation(values: dict[str, Any], plan: Plan, problems: Pro
     assert plan({}).validation.sampling.max_new_tokens == 20
     run = plan({"val_prompt_length": 32, "val_sequence_length": 72})
     assert (run.validation.sampling.max_new_tokens, run.validation.data.prompt_length) == (40, 32)
-    assert any("20 has no effect: val_sequence_length" in text for text in run.warnings)
+    assert any("20 has no effect: as in ROLL, val_sequence_length" in text for text in run.warnings)
     assert "val_sequence_length: 72 leaves no room" in problems({"val_prompt_length": 72})[0]
     assert "val_prompt_length: is missing" in problems({"val_prompt_length": ...})[0]
 
@@ -224,7 +224,7 @@ def test_a_judge_of_the_shared_reward_model(rl: dict[str, Any], plan: Plan, prob
     rl["reward_model"] = engine | {"name": "judge", "generating_args": {"max_new_tokens": 7}}
     (reward,) = plan({}, pure=False).rewards
     assert (reward.engine.engines, reward.engine.sampling.max_new_tokens) == (2, 7)
-    assert "'cluster': only one reward can use reward_model" in problems({"reward_model": ...}, pure=False)[0]
+    assert "'cluster' uses the engine of section reward_model" in problems({"reward_model": ...}, pure=False)[0]
 
 
 @pytest.mark.extras

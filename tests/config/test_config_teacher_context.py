@@ -94,7 +94,7 @@ def test_a_lagged_teacher_without_a_hint_is_a_part_of_mixed_mode(plan: Plan, roo
         ({**HINT, "teacher.prompt_length": 4000}, "exceed the positions of its model"),
         ({"teacher.follows_student.ema_decay": 1.0}, "teacher.follows_student.ema_decay: should be less than 1"),
         ({"teacher.follows_student.update_interval": 0}, "teacher.follows_student.update_interval"),
-        ({**HINT, "teacher.follows_student.update_interval": 2}, "other weights than the student"),
+        ({**HINT, "teacher.follows_student.update_interval": 2}, "starts with the student's weights"),
         ({"student_train.hint": "x"}, "student_train.hint"),
         ({"hint": "x"}, "it is a key of a teacher"),
     ],

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from argparse import ArgumentParser
 
 from roll_opd.commands.main import Command
-from roll_opd.config.schema import OURS, Many, Section, Top, key
+from roll_opd.config.schema import Many, Section, Top, ours
 from roll_opd.rewards import RewardSample, register
 
 
@@ -36,7 +36,7 @@ GREET = Command("greet", add_arguments, lambda parsed: print("hello " * parsed.t
 class Curriculum(Section):
     """`curriculum`: the prompts of the first steps."""
 
-    first: Many = key(10, "number of steps with easy prompts", OURS)
+    first: Many = ours(10, "number of steps with easy prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Staged(Top):
     pipeline = "staged"
     loop = "rlvr"
     own_keys = frozenset({"curriculum"})
-    curriculum: Curriculum | None = key(None, "the prompts of the first steps", OURS)
+    curriculum: Curriculum | None = ours(None, "the prompts of the first steps")
 '''
 ENTRIES = "[roll_opd.rewards]\nkeyword = my_parts:keyword\n\n[roll_opd.pipelines]\nstaged = my_parts:Staged\n"
 ENTRIES += "\n[roll_opd.commands]\ngreet = my_parts:GREET\nbroken = my_parts:nothing\n"

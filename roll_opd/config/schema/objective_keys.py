@@ -1,12 +1,13 @@
 """Keys of the objective: rewards, distillation, sample masks, corrections, the critic."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Level, NotNegative, Number, Positive, Several
-from roll_opd.config.schema.section import OURS, Section, key
+from roll_opd.config.schema.section import Section, key, ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,16 @@ class ReinforcementKeys(Section):
     (`reward_clip`). The advantages that are computed from these rewards are whitened (`whiten_advantages`). The
     teachers' term is added to the whitened advantages. Pure distillation uses none of these keys.
     """
+
+    read_if: ClassVar[Mapping[str, str]] = {
+        "rewards": "*",
+        "adv_estimator: gae": "lambd",
+        "advantage: mean_cal_level": "norm_mean_type",
+        "advantage: std_cal_level": "norm_std_type",
+        "use_kl_loss": "kl_loss_coef",
+        "add_token_level_kl": "target_kl kl_horizon",
+        "target_kl": "kl_horizon",
+    }
 
     gamma: Fraction = key(1.0, "discount of later rewards")
     lambd: Fraction = key(0.95, "lambda of gae")
@@ -49,31 +60,44 @@ class ReinforcementKeys(Section):
 class DistillationKeys(Section):
     """Keys of the part of the objective that depends on the teachers."""
 
-    opd_objective: Literal["sampled", "topk", "full"] = key(
+    read_if: ClassVar[Mapping[str, str]] = {
+        "teachers": "*",
+        "opd_objective: topk": "opd_topk opd_topk_source",
+        "opd_divergence: jsd": "opd_jsd_beta",
+        "opd_divergence: skewed_reverse_kl|skewed_forward_kl": "opd_skew_alpha",
+    }
+
+    opd_objective: Literal["sampled", "topk", "full"] = ours(
         "sampled",
         "form of the teachers' term; sampled: an advantage that is computed from the sampled tokens; topk: a"
         " term of the loss over the top-k tokens of each position; full: a term of the loss over the whole"
         " vocabulary",
-        OURS,
     )
-    opd_divergence: str = key(
-        "reverse_kl", "divergence in the loss (topk and full): a name in objective.divergences", OURS
+    opd_divergence: str = ours("reverse_kl", "divergence in the loss (topk and full): a name in objective.divergences")
+    opd_topk: Positive = ours(64, "with opd_objective topk: number of tokens that are compared in each position")
+    opd_topk_source: Literal["teacher", "student"] = ours(
+        "teacher", "with opd_objective topk: the model whose most likely tokens are compared"
     )
-    opd_topk: Positive = key(64, "with opd_objective topk: number of tokens that are compared in each position", OURS)
-    opd_topk_source: Literal["teacher", "student"] = key(
-        "teacher", "with opd_objective topk: the model whose most likely tokens are compared", OURS
+    opd_jsd_beta: Fraction = ours(
+        0.5, "with divergence jsd: weight of the teacher in the mixture of teacher and student"
     )
-    opd_jsd_beta: Fraction = key(
-        0.5, "with divergence jsd: weight of the teacher in the mixture of teacher and student", OURS
-    )
-    opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = key(
-        0.1, "with a skewed divergence KL(p || m): weight of p in the mixture m of student and teacher", OURS
+    opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = ours(
+        0.1, "with a skewed divergence KL(p || m): weight of p in the mixture m of student and teacher"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKeys(Section):
-    """Masks and weights of a step's samples; the formulas are in `objective.filters`."""
+    """Masks and weights of a step's samples; the formulas are in `objective.filters`.
+
+    ROLL's environments read none of these keys.
+    """
+
+    read_if: ClassVar[Mapping[str, str]] = {
+        "prompts": "*",
+        "difficulty_mask": "difficulty_low_threshold difficulty_high_threshold",
+        "error_max_len_clip": "error_max_len_threshold",
+    }
 
     max_len_mask: bool = key(False, "mask responses of the maximum length")
     difficulty_mask: bool = key(
@@ -111,6 +135,12 @@ class SampleKeys(Section):
 class StepKeys(Section):
     """Keys of advantages that compare the steps of a trajectory."""
 
+    read_if: ClassVar[Mapping[str, str]] = {
+        "advantage: step_reward_gamma": "step_reward_gamma",
+        "advantage: episode_reward_weight": "episode_reward_weight",
+        "advantage: step_reward_weight": "step_reward_weight",
+    }
+
     step_reward_gamma: Fraction = key(
         0.95, "with gigpo or step_reinforce: discount factor of the rewards of later steps"
     )
@@ -122,6 +152,11 @@ class StepKeys(Section):
 class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     """Keys of the objective; the formulas are in `roll_opd.objective`."""
 
+    read_if: ClassVar[Mapping[str, str]] = {
+        "advantages": "advantage_clip",
+        "teachers": "opd_kl_discount opd_chunk_credit opd_advantage_fn opd_advantage_fn_args",
+    }
+
     advantage_clip: AboveZero | None = key(
         None, "bound on the absolute value of advantages; applied after the teachers' term is added"
     )
@@ -129,26 +164,23 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     pg_clip: NotNegative = key(0.2, "distance from 1 at which the ratio is clipped")
     pg_clip_low: NotNegative | None = key(None, "distance below 1 at which the ratio is clipped; default: pg_clip")
     pg_clip_high: NotNegative | None = key(None, "distance above 1 at which the ratio is clipped; default: pg_clip")
-    opd_kl_discount: Fraction = key(
+    opd_kl_discount: Fraction = ours(
         0.0,
         "discount factor with which the reverse KL of later tokens is added to a token's reverse KL; 0: later"
         " tokens are not added",
-        OURS,
     )
-    opd_chunk_credit: Literal["prefix", "whole", "with_previous", "mean", "share"] = key(
+    opd_chunk_credit: Literal["prefix", "whole", "with_previous", "mean", "share"] = ours(
         "prefix",
         "credit of a token if the teacher has another tokenizer; prefix: compare student and teacher in every"
         " token; other values: compare them in chunks of tokens, and assign the reverse KL of a chunk to its"
         " tokens (see objective.reverse_kl)",
-        OURS,
     )
-    opd_advantage_fn: str = key(
+    opd_advantage_fn: str = ours(
         "reverse_kl",
         "function that subtracts the teachers' reverse KL from the advantages: reverse_kl, a registered name, or a"
         " dotted path",
-        OURS,
     )
-    opd_advantage_fn_args: dict[str, Any] = key({}, "arguments of opd_advantage_fn", OURS)
+    opd_advantage_fn_args: dict[str, Any] = ours({}, "arguments of opd_advantage_fn")
     ppo_epochs: Positive = key(1, "number of passes over a step's samples")
 
 
@@ -156,8 +188,10 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
 class CriticKeys(Section):
     """Keys of the critic's training."""
 
+    read_if: ClassVar[Mapping[str, str]] = {"rewards": "*", "adv_estimator: gae": "*"}
+
     critic_warmup: Count = key(0, "number of steps at the start of a run that train only the critic")
-    critic_epochs: Positive = key(1, "number of passes of the critic over a step's samples", OURS)
+    critic_epochs: Positive = ours(1, "number of passes of the critic over a step's samples")
     value_clip: AboveZero | None = key(
         None,
         "clip the critic's values in the loss to at most this distance from the values before the update; null:"
@@ -172,11 +206,11 @@ class ImportanceWeight(Section):
     enabled: bool = key(
         False, "multiply the policy loss by the ratio of the training engine's and the inference engine's probabilities"
     )
-    method: Literal["tis", "icepop"] = key(
-        "tis", "tis: truncate weights at the upper bound; icepop: mask tokens whose weight is outside the bounds", OURS
+    method: Literal["tis", "icepop"] = ours(
+        "tis", "tis: truncate weights at the upper bound; icepop: mask tokens whose weight is outside the bounds"
     )
     weight_type: Level = key("token", "level at which weights are computed")
-    lower_bound: NotNegative | None = key(None, "lower bound of the weights, used only by icepop; default: 0.5", OURS)
+    lower_bound: NotNegative | None = ours(None, "lower bound of the weights, used only by icepop; default: 0.5")
     upper_bound: AboveZero | None = key(None, "upper bound of the weights; default: 1.2 with tis, 5 with icepop")
     detach: bool = key(True, "accepted, no effect: weights never have a gradient")
 
@@ -205,9 +239,8 @@ class TrainInferCorrection(Section):
 
     is_weight: ImportanceWeight = key(ImportanceWeight(), "weights of the policy loss")
     filters: Several[TokenFilter] = key((), "masks of tokens")
-    negatives_delta: AboveZero | None = key(
+    negatives_delta: AboveZero | None = ours(
         None,
         "mask tokens with a negative advantage if, on average over the sequence, the inference engine's"
         " log-prob exceeds the training engine's by more than this value; null: not used",
-        OURS,
     )

@@ -13,7 +13,7 @@ from roll_opd.config import roll_keys as roll
 from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Many, Name, NotNegative, Positive, Versions
 from roll_opd.config.schema.objective_keys import CriticKeys, ObjectiveKeys, StepKeys, TrainInferCorrection
 from roll_opd.config.schema.run_keys import PromptColumns, Run
-from roll_opd.config.schema.section import OURS, TRINITY, Section, derived, key, keys_of
+from roll_opd.config.schema.section import Section, derived, key, keys_of, ours, trinity
 from roll_opd.config.schema.worker_keys import DataArgs, GeneratingArgs, Worker
 
 if TYPE_CHECKING:  # these types inherit from the keys
@@ -24,64 +24,57 @@ if TYPE_CHECKING:  # these types inherit from the keys
 class RolloutKeys(Section):
     """Keys of a step's rollout."""
 
+    read_if: ClassVar[Mapping[str, str]] = {"async_generation_ratio": "async_depth on_weight_update"}
+
     rollout_batch_size: Many = key(128, "number of prompts in a step")
-    logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
-        4, "number of samples per step that are written to samples.jsonl", OURS
+    logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = ours(
+        4, "number of samples per step that are written to samples.jsonl"
     )
     async_generation_ratio: Versions = key(
         0,
         "maximum age of a token in training: the number of weight versions by which the weights that sampled"
         " the token may be older than the student; 0: generation and training take turns",
     )
-    async_depth: Positive | None = key(
+    async_depth: Positive | None = ours(
         None,
         "number of batches that may be generated while an earlier batch is in training; default:"
         " async_generation_ratio, but at most 2",
-        OURS,
     )
-    on_weight_update: Literal["wait", "continue"] = key(
+    on_weight_update: Literal["wait", "continue"] = ours(
         "continue",
         "with async_generation_ratio: what to do at a weight update with answers that are being generated;"
         " wait: finish the answers before the update; continue: continue the answers with the new weights and a"
         " recomputed KV cache",
-        OURS,
     )
-    validation_engines: Count = key(
+    validation_engines: Count = ours(
         0,
         "with async_generation_ratio: number of engines that are reserved for validation, so that training does not"
         " wait for a validation; 0: validation uses all engines",
-        OURS,
     )
-    min_batch_fraction: Fraction = key(
-        0.0,
-        "minimum fraction of a step's runs that must not fail; if more runs fail, training ends before the update",
-        OURS,
+    min_batch_fraction: Fraction = ours(
+        0.0, "minimum fraction of a step's runs that must not fail; if more runs fail, training ends before the update"
     )
-    max_lost_workers: Count | None = key(
+    max_lost_workers: Count | None = ours(
         None,
         "maximum number of processes that may be lost, for each reward domain and for the workflow; if more are"
         " lost, training ends; default: no limit",
-        OURS,
     )
-    weight_sync: Literal["auto", "shared_memory"] = key(
+    weight_sync: Literal["auto", "shared_memory"] = ours(
         "auto",
         "transport of new weights to the engines; auto: CUDA IPC, NCCL or shared memory, depending on the"
         " devices of student and engines; shared_memory: always through the hosts' memory",
-        OURS,
     )
-    engine_check: bool | Literal["warn"] = key(
+    engine_check: bool | Literal["warn"] = ours(
         True,
         "test in each step whether the inference engine samples from the student, and compare their log-probs; true:"
         " end the run if it does not; warn: report the problem and continue",
-        OURS,
     )
-    teacher_preflight: bool | Literal["warn"] = key(
+    teacher_preflight: bool | Literal["warn"] = ours(
         True,
         "check each teacher on the first samples, before the first update; true: end the run if a check fails;"
         " warn: report the problem and continue",
-        OURS,
     )
-    allow_self_teacher: bool = key(False, "accept a teacher with the same weights as the student", OURS)
+    allow_self_teacher: bool = ours(False, "accept a teacher with the same weights as the student")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +85,8 @@ class Validation(Section):
     ignored = (roll.IGNORED_WORKER | keys_of(Worker).keys() | {"eval_steps"}) - {"data_args", "generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "sampling of the answers")
-    evaluate_teacher: bool = key(
-        False, "let the teacher answer the held-out prompts once, and score its answers for comparison", OURS
+    evaluate_teacher: bool = ours(
+        False, "let the teacher answer the held-out prompts once, and score its answers for comparison"
     )
 
 
@@ -101,54 +94,49 @@ class Validation(Section):
 class Demonstrations(PromptColumns):
     """`demonstrations`: rows with answers, which the policy losses mix and mix_chord add to each update."""
 
-    data_args: DataArgs = key(DataArgs(), "the rows", OURS)
+    data_args: DataArgs = ours(DataArgs(), "the rows")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowKeys(Section):
     """The workflow that processes a row, for tasks that need more than one answer per row."""
 
-    workflow: Name | None = key(
-        None, "the workflow: a name or a dotted path; default: no workflow, one answer per prompt", OURS
+    read_if: ClassVar[Mapping[str, str]] = {"workflow": "*", "workflow_reward": "workflow_reward_args"}
+
+    workflow: Name | None = ours(
+        None, "the workflow: a name or a dotted path; default: no workflow, one answer per prompt"
     )
-    workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
-    workflow_reward: Name | None = key(
-        None, "the workflow's reward function (task.reward_fn): a registered name or a dotted path", OURS
+    workflow_args: dict[str, Any] = ours({}, "its task.workflow_args")
+    workflow_reward: Name | None = ours(
+        None, "the workflow's reward function (task.reward_fn): a registered name or a dotted path"
     )
-    workflow_reward_args: dict[str, Any] = key({}, "arguments of that function", OURS)
-    plugin_dir: Name | None = key(
-        None, "directory whose Python modules are imported, for example to register workflows", OURS
+    workflow_reward_args: dict[str, Any] = ours({}, "arguments of that function")
+    plugin_dir: Name | None = ours(
+        None, "directory whose Python modules are imported, for example to register workflows"
     )
-    prompt_key: Name = key("prompt", "column whose value is task.task_desc", OURS)
-    response_key: Name = key("ground_truth", "column of the ground truth, which is task.truth in the workflow", OURS)
-    reply_prefix: str | None = key(
-        None, "task.format_args.reply_prefix: the words with which every answer starts", OURS
-    )
-    workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "number of processes that run the workflow", OURS)
-    workflow_concurrency: Many = key(128, "number of concurrent workflow calls in each process", OURS)
-    workflow_timeout: AboveZero = key(600.0, "time limit of a workflow call, s", OURS)
-    workflow_memory_gb: AboveZero = key(16.0, "memory limit of each process, GiB", OURS)
-    endpoint_host: Name = key("127.0.0.1", "address of this machine at which OpenAI clients reach the policy", OURS)
-    endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
+    prompt_key: Name = ours("prompt", "column whose value is task.task_desc")
+    response_key: Name = ours("ground_truth", "column of the ground truth, which is task.truth in the workflow")
+    reply_prefix: str | None = ours(None, "task.format_args.reply_prefix: the words with which every answer starts")
+    workflow_workers: Annotated[int, Field(ge=1, le=4096)] = ours(2, "number of processes that run the workflow")
+    workflow_concurrency: Many = ours(128, "number of concurrent workflow calls in each process")
+    workflow_timeout: AboveZero = ours(600.0, "time limit of a workflow call, s")
+    workflow_memory_gb: AboveZero = ours(16.0, "memory limit of each process, GiB")
+    endpoint_host: Name = ours("127.0.0.1", "address of this machine at which OpenAI clients reach the policy")
+    endpoint_port: Annotated[int, Field(ge=0, le=65000)] = ours(
         0,
         "port of the endpoint in the first workflow process; the next process uses the next port, and so on; 0:"
         " each process uses any free port. A process opens its port at the first use of the endpoint",
-        OURS,
     )
-    endpoint_api_key: Name | None = key(
+    endpoint_api_key: Name | None = ours(
         None,
         "one API key that all workflow calls share; if it is set, the URL or a header of a request identifies"
         " the workflow call",
-        OURS,
     )
-    tool_call_parser: Name = key(
-        "hermes", "format of tool calls: a name that vLLM accepts for --tool-call-parser", OURS
-    )
-    on_workflow_error: Literal["drop", "replace", "stop"] = key(
+    tool_call_parser: Name = ours("hermes", "format of tool calls: a name that vLLM accepts for --tool-call-parser")
+    on_workflow_error: Literal["drop", "replace", "stop"] = ours(
         "drop",
         "what to do with a workflow call that fails; drop: drop the call; replace: drop the group of the call"
         " and take another prompt; stop: end the run",
-        OURS,
     )
 
 
@@ -156,15 +144,16 @@ class WorkflowKeys(Section):
 class RemoteModelKeys(Section):
     """An auxiliary model on a server with an OpenAI-compatible API."""
 
-    base_url: Name = key("", "address of the server, including /v1", OURS)
-    api_key: Name = key("EMPTY", "API key of the server", OURS)
-    model_name: Name = key("", "name of the model on that server", OURS)
+    base_url: Name = ours("", "address of the server, including /v1")
+    api_key: Name = ours("EMPTY", "API key of the server")
+    model_name: Name = ours("", "name of the model on that server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     """All keys of a run with a rollout, except the keys of its roles. Each further pipeline is a subclass."""
 
+    read_if: ClassVar[Mapping[str, str]] = {"teachers": "opd_kl_coef opd_use_policy_gradient"}
     pipeline = "rlvr"
     title = ""  # by mode
     # a pipeline that makes its own prompts and rewards, such as games, sets `makes_tasks` and has the methods below
@@ -181,37 +170,36 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     val_sequence_length: Positive | None = key(None, "maximum tokens of a validation prompt plus its answer")
     num_return_sequences_in_group: Many | None = key(None, "number of responses to a prompt")
     validation: Validation | None = key(None, "held-out prompts, which the student answers every eval_steps steps")
-    demonstrations: Demonstrations | None = key(
-        None, "rows with answers, on which the student is trained in addition to its samples", OURS
+    demonstrations: Demonstrations | None = ours(
+        None, "rows with answers, on which the student is trained in addition to its samples"
     )
-    expert_data_ratio: Fraction | None = key(
-        None, "fraction of demonstrations in an update; default: set by the algorithm", TRINITY
+    expert_data_ratio: Fraction | None = trinity(
+        None, "fraction of demonstrations in an update; default: set by the algorithm"
     )
     is_pure_opd: bool = key(False, "train on the teachers' log-probs only")
     use_opd: bool = key(False, "train on the teachers' log-probs and on rewards")
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] = key("rlvr", "rlvr: prompts; agentic: environments")
     opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
-    opd_use_policy_gradient: bool | None = key(
-        None, "accepted if it agrees with opd_objective, which selects the form of the teachers' term", OURS
+    opd_use_policy_gradient: bool | None = ours(
+        None, "accepted if it agrees with opd_objective, which selects the form of the teachers' term"
     )
-    teacher_tokenizer_check: Literal["strict", "warn", "align"] = key(
+    teacher_tokenizer_check: Literal["strict", "warn", "align"] = ours(
         "strict",
         "what to do if an id is a different token for student and teacher; strict: refuse the run; warn: log a"
         " warning; align: align the tokens of the two tokenizers by their bytes",
-        OURS,
     )
     adv_estimator: str | None = key(None, "estimator of advantages; default gae")
-    advantage_fn: str | None = key(
-        None, "Trinity-RFT's key for adv_estimator: a built-in or registered name, or a dotted path", TRINITY
+    advantage_fn: str | None = trinity(
+        None, "Trinity-RFT's key for adv_estimator: a built-in or registered name, or a dotted path"
     )
-    advantage_fn_args: dict[str, Any] = key({}, "arguments of the advantage", TRINITY)
-    policy_loss: str | None = key(
-        None, "the policy loss; default: importance_sampling in pure distillation, ppo in other runs", OURS
+    advantage_fn_args: dict[str, Any] = trinity({}, "arguments of the advantage")
+    policy_loss: str | None = ours(
+        None, "the policy loss; default: importance_sampling in pure distillation, ppo in other runs"
     )
-    policy_loss_fn: str | None = key(
-        None, "Trinity-RFT's key for policy_loss: a built-in or registered name, or a dotted path", TRINITY
+    policy_loss_fn: str | None = trinity(
+        None, "Trinity-RFT's key for policy_loss: a built-in or registered name, or a dotted path"
     )
-    policy_loss_fn_args: dict[str, Any] = key({}, "arguments of the loss", TRINITY)
+    policy_loss_fn_args: dict[str, Any] = trinity({}, "arguments of the loss")
     use_pg_clip_range: bool | None = key(
         None,
         "use pg_clip_low and pg_clip_high in place of pg_clip; default: false as in ROLL, but true if the loss"
@@ -225,8 +213,8 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     )
     train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "correction of log-probs")
     use_kl_loss: bool | None = key(None, "add to the loss a KL term between student and reference policy")
-    kl_loss_fn: str | None = key(
-        None, "estimator of the KL loss: none, or a name in objective.reference_kl; default: low_var_kl", TRINITY
+    kl_loss_fn: str | None = trinity(
+        None, "estimator of the KL loss: none, or a name in objective.reference_kl; default: low_var_kl"
     )
     add_token_level_kl: bool = key(
         False, "subtract the KL between student and reference policy from each token's reward"

@@ -18,15 +18,15 @@ from roll_opd.config.schema.key_types import (
     Seed,
     Texts,
 )
-from roll_opd.config.schema.section import OURS, TRINITY, Section, key
+from roll_opd.config.schema.section import Section, key, ours, trinity
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowKeys(Section):
     """Keys that set what happens to unusable rows."""
 
-    on_bad_row: Literal["drop", "refuse"] = key("refuse", "what to do with rows that cannot be read", OURS)
-    on_long_prompt: Literal["drop", "refuse"] = key("drop", "what to do with rows that are too long", OURS)
+    on_bad_row: Literal["drop", "refuse"] = ours("refuse", "what to do with rows that cannot be read")
+    on_long_prompt: Literal["drop", "refuse"] = ours("drop", "what to do with rows that are too long")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class CheckpointKeys(Section):
 
     save_steps: Count = key(50, "number of steps between checkpoints; 0: only at the end")
     max_ckpt_to_keep: Count = key(0, "number of newest checkpoints to keep; 0: all")
-    async_save: bool = key(False, "write checkpoints during the next steps, from copies in the host's memory", OURS)
+    async_save: bool = ours(False, "write checkpoints during the next steps, from copies in the host's memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,52 +47,46 @@ class RunKeys(Section):
         None, "directory in which a copy of the run's logs is written: <exp_name>-<run>/console.log and ray/"
     )
     seed: Seed = key(42, "seed of sampling, row order and new weights")
-    deterministic: bool = key(False, "every run gives bitwise equal results; this takes more time", OURS)
+    deterministic: bool = ours(False, "every run gives bitwise equal results; this takes more time")
     logging_steps: Positive = key(1, "number of steps between two log lines on the console")
     eval_steps: Count = key(10, "steps between validations; 0: never")
-    device_memory_gb: AboveZero | None = key(
+    device_memory_gb: AboveZero | None = ours(
         None,
         "memory of a device, GiB, which the planner compares with its estimate: a plan that does not fit is"
         " refused, and a plan that may not fit gets a warning; default: the memory of this machine's devices",
-        OURS,
     )
     is_offload_states: bool | None = key(
         None, "release a role's device memory while another role uses the devices; default: true on GPUs"
     )
-    startup_timeout_s: AboveZero = key(1800.0, "time limit for starting each part of a run, s", OURS)
-    server_timeout_s: NotNegative = key(
+    startup_timeout_s: AboveZero = ours(1800.0, "time limit for starting each part of a run, s")
+    server_timeout_s: NotNegative = ours(
         5.0,
         "how long a run waits at its start for a server that accepts no connections (of a teacher, judge, remote"
         " reward, environment or auxiliary model), s",
-        OURS,
     )
-    shutdown_timeout_s: NotNegative = key(
-        120.0, "time limit after SIGTERM for finishing the step and writing a checkpoint, s", OURS
+    shutdown_timeout_s: NotNegative = ours(
+        120.0, "time limit after SIGTERM for finishing the step and writing a checkpoint, s"
     )
-    host_timeout_s: AboveZero = key(600.0, "how long hosts wait for a missing host, s", OURS)
-    stall_timeout_s: AboveZero | None = key(
+    host_timeout_s: AboveZero = ours(600.0, "how long hosts wait for a missing host, s")
+    stall_timeout_s: AboveZero | None = ours(
         None,
         "time without progress after which a run ends, s; the error lists what the run was waiting for."
         " default: no limit",
-        OURS,
     )
-    max_restarts: Count = key(0, "how many times a failed run restarts from its last checkpoint", OURS)
+    max_restarts: Count = ours(0, "how many times a failed run restarts from its last checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatKeys(Section):
     """Keys of the prompts that the student reads."""
 
-    system_prompt: str | None = key(
-        None,
-        "system message of every conversation that has none; with a workflow, task.format_args.system_prompt",
-        OURS,
+    system_prompt: str | None = ours(
+        None, "system message of every conversation that has none; with a workflow, task.format_args.system_prompt"
     )
-    chat_template_kwargs: dict[str, Any] = key(
+    chat_template_kwargs: dict[str, Any] = ours(
         {},
         "variables of the chat templates, such as enable_thinking: false; a row's own chat_template_kwargs take"
         " precedence",
-        OURS,
     )
 
 
@@ -128,9 +122,9 @@ class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
     max_grad_norm: NotNegative = key(1.0, "maximum gradient norm; 0: no clipping")
     pretrain: str | None = key(None, "model of all roles that do not set model_name_or_path")
     global_template: str | None = key(None, "template of the prompts whose tag is not in tag_to_template")
-    tag_to_template: dict[str, str] = key({}, "map from a tag to the template of the prompts with that tag", OURS)
-    algorithm_type: str | None = key(
-        None, "name of an entry in the table of algorithms; the entry sets the defaults of other keys", TRINITY
+    tag_to_template: dict[str, str] = ours({}, "map from a tag to the template of the prompts with that tag")
+    algorithm_type: str | None = trinity(
+        None, "name of an entry in the table of algorithms; the entry sets the defaults of other keys"
     )
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
@@ -139,11 +133,10 @@ class Run(RunKeys, CheckpointKeys, RowKeys, ChatKeys):
         "how token losses are aggregated; default: the mode that the policy loss defines; if it defines none,"
         " seq-mean-token-mean",
     )
-    strict_strategies: bool = key(
+    strict_strategies: bool = ours(
         False,
         "true: refuse a strategy or precision that is not available; false: use the nearest available strategy"
         " or precision",
-        OURS,
     )
 
     @property

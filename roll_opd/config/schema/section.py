@@ -1,7 +1,7 @@
 """The function `key`, which declares a key, and the base class of sections.
 
-A section is a dataclass that pydantic validates. `Section` also accepts ROLL keys without effect, other names of a key,
-and null for a key with a default. Each parsed section stores its place in the configuration, for error messages.
+A section is a dataclass that pydantic validates. `Section` also accepts ROLL keys without effect, and
+null for a key with a default. Each parsed section stores its place in the configuration, for error messages.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,21 +18,29 @@ from roll_opd.config.roll_keys import report_ignored
 
 V = TypeVar("V")
 S = TypeVar("S", bound="Section")
-OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 
 
-def key(default: V, meaning: str, origin: str = "ROLL", *, also: str = "") -> V:
-    """Declare a key.
+def key(default: V, meaning: str, origin: str = "ROLL") -> V:
+    """Declare a key. `ours` and `trinity` declare a key that ROLL does not have.
 
     Args:
         default: default value.
         meaning, origin: texts for the documentation.
-        also: a second name of the key.
     """
-    metadata = {"meaning": meaning, "origin": origin, "also": also}
+    metadata = {"meaning": meaning, "origin": origin}
     if isinstance(default, dict | Section):  # each section gets a copy, as a section stores its path
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def ours(default: V, meaning: str) -> V:
+    """Declare a key of this package, see `key`."""
+    return key(default, meaning, "ours")
+
+
+def trinity(default: V, meaning: str) -> V:
+    """Declare a key of Trinity-RFT, see `key`."""
+    return key(default, meaning, "Trinity-RFT")
 
 
 def derived(default: V) -> V:
@@ -49,7 +57,8 @@ class Reading:
 
     diag: Diagnostics  # diagnostics of the outermost section
     paths: Mapping[int, str]  # id of a mapping -> its dotted path in that section
-    unknown: Callable[[type["Section"], str, Any, Diagnostics], None]  # reports an unknown key
+    # reports an unknown key, or returns True: the key belongs to the map `Section.free`
+    is_free: Callable[[type["Section"], str, Any, Diagnostics], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,9 @@ class Section:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
+    free: ClassVar[str] = ""  # the key, a map, that gets the keys that the section does not declare
+    # condition -> those of the class's own keys ("*": all) that a run reads only if the condition holds; see `unread`
+    read_if: ClassVar[Mapping[str, str]] = {}
     # set on a parsed section: the diagnostics of its keys, and the keys that were written (also as null)
     diag: ClassVar[Diagnostics] = Diagnostics()
     written: ClassVar[frozenset[str]] = frozenset()
@@ -79,32 +91,10 @@ class Section:
         if not isinstance(data, dict) or not isinstance(info.context, Reading):
             return read(data)
         diag = info.context.diag.below(info.context.paths[id(data)])
-        kept = _known_keys(cls, _current_names(cls, data, diag), diag, info.context)
+        kept = _known_keys(cls, data, diag, info.context)
         section = read(kept)
         settle(section, diag, frozenset(kept))
         return section
-
-
-def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return `data` with the current name of each key. If a key is set under two names, this is a problem."""
-    names = other_names(section)
-    if names.keys().isdisjoint(data):
-        return data
-    found: dict[str, Any] = {}
-    for name, value in data.items():
-        current = names.get(name, name)
-        others = {other for other in data if other != name and names.get(other, other) == current}
-        if not diag.is_override(name) and any(map(diag.is_override, others)):
-            diag.replaced.add(diag.at(name))  # an override wins under either name
-            continue
-        if current != name and current in data and diag.is_override(name) == diag.is_override(current):
-            both = f"is another name of {current}, and {current} is set as well{diag.where(current)}"
-            diag.error(name, f"{both}; remove one of the two keys")
-            continue
-        found[current] = value
-        if current != name:
-            diag.rename(current, name)
-    return found
 
 
 def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
@@ -113,6 +103,7 @@ def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics,
     If a value is null but the key does not accept null, the key is left out and gets its default.
     """
     kept: dict[str, Any] = {}
+    free: dict[str, Any] = {}
     keys = keys_of(section)
     for name, value in data.items():
         if name in keys:
@@ -123,8 +114,10 @@ def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics,
                 kept[name] = value
         elif name in section.ignored:
             report_ignored(name, value, diag)
-        else:
-            reading.unknown(section, name, value, diag)
+        elif reading.is_free(section, name, value, diag):
+            free[name] = value
+    if free and isinstance(given := kept.get(section.free, {}), dict):
+        kept[section.free] = {**given, **free}
     return kept
 
 
@@ -174,18 +167,55 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
     return _KEYS[section]
 
 
-def other_names(section: type[Section]) -> dict[str, str]:
-    """Return the second names of a section's keys, as a map: second name -> key."""
-    if section not in _NAMES:
-        known = keys_of(section)
-        _NAMES[section] = {
-            also: item.name for item in fields(section) if item.name in known and (also := item.metadata.get("also"))
-        }
-    return _NAMES[section]
+def unread(section: Section, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys with a value that the run does not read, as a map: key -> the condition that does not hold.
+
+    A condition `"name"` holds if this fact or key has a value other than null, false and 0. A condition `"name: a|b"`
+    holds if the value is a or b or, for a fact with several values, if one of them is a or b.
+
+    Args:
+        facts: what is known about the run in addition to the keys of the section.
+    """
+    default = type(section)()
+    given = [name for name in keys_of(type(section)) if _is_given(section, default, name)]
+    return {name: why for name in given if (why := lacking(section, name, facts))}
 
 
+def lacking(section: Section, name: str, facts: Mapping[str, Any]) -> str | None:
+    """Return the first condition without which a run does not read a key; None if the run reads the key."""
+    conditions = _conditions(type(section)).get(name, ())
+    return next((condition for condition in conditions if not _holds(condition, section, facts)), None)
+
+
+def _holds(condition: str, section: Section, facts: Mapping[str, Any]) -> bool:
+    name, _, accepted = condition.partition(": ")
+    value = facts[name] if name in facts else getattr(section, name)
+    found = {value} if isinstance(value, str | None) else value
+    return not found.isdisjoint(accepted.split("|")) if accepted else bool(value)
+
+
+def _is_given(section: Section, default: Section, name: str) -> bool:
+    """Return whether a key is written with a value other than null, or has a value other than its default."""
+    value = getattr(section, name)
+    if isinstance(value, Section):
+        return bool(value.written) or value != getattr(default, name)
+    return (name in section.written and value is not None) or value != getattr(default, name)
+
+
+def _conditions(section: type[Section]) -> dict[str, list[str]]:
+    """Return the conditions of a section's keys, as a map: key -> conditions."""
+    if section not in _CONDITIONS:
+        found: dict[str, list[str]] = {}
+        for base in section.__mro__:
+            for condition, names in vars(base).get("read_if", {}).items():
+                for name in vars(base)["__annotations__"] if names == "*" else names.split():
+                    found.setdefault(name, []).append(condition)
+        _CONDITIONS[section] = found
+    return _CONDITIONS[section]
+
+
+_CONDITIONS: dict[type[Section], dict[str, list[str]]] = {}
 _KEYS: dict[type[Section], dict[str, Any]] = {}
-_NAMES: dict[type[Section], dict[str, str]] = {}
 
 
 def shared(keys: type[Section], section: Section) -> dict[str, Any]:

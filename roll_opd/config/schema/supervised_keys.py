@@ -11,7 +11,7 @@ from roll_opd.config.schema.key_types import AboveZero, Fraction, Many, Name, Na
 from roll_opd.config.schema.objective_keys import DistillationKeys
 from roll_opd.config.schema.rollout_keys import Validation
 from roll_opd.config.schema.run_keys import PIPELINES, PromptColumns, Run
-from roll_opd.config.schema.section import OURS, TRINITY, Section, key
+from roll_opd.config.schema.section import Section, key, ours, trinity
 from roll_opd.config.schema.worker_keys import DataArgs, TrainingArgs, Worker
 
 
@@ -59,7 +59,7 @@ class Supervised(Run):
         None, "number of steps of the run; -1: the number is computed from num_train_epochs"
     )
     sequence_length: Positive = key(1024, "maximum tokens of a prompt and its answer")
-    train_batch_size: Many | None = key(None, "rows per step; default: the rows of one update", OURS)
+    train_batch_size: Many | None = ours(None, "rows per step; default: the rows of one update")
     validation: HeldOut | None = key(None, "held-out rows for measuring the loss")
 
     @property
@@ -105,11 +105,10 @@ class Dpo(Supervised):
     rejected_key: Name | None = key(None, "column of the worse answer")
     beta: AboveZero | None = key(None, "scale of the implicit reward; default: 0.1")
     label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "assumed fraction of wrong preferences")
-    kl_loss_coef: NotNegative | None = key(
+    kl_loss_coef: NotNegative | None = trinity(
         None,
         "weight of a KL loss (estimator k2) between the student and the reference policy; default: 0.001 if"
         " algorithm_type is dpo, otherwise 0",
-        TRINITY,
     )
     ipo: bool = key(False, "whether to use the IPO loss; true is not available yet")
     use_reference_model: bool = key(True, "false is not available")
@@ -128,22 +127,17 @@ class Dpo(Supervised):
 class FileTeacher(Section):
     """`teacher` of pipeline `offline_distill`: parquet files of answers with a teacher's scores."""
 
-    files: Names = key(
-        (), "parquet files (or a directory of them) from `roll-opd score`, Lightning-OPD or DistillKit", OURS
-    )
-    name: Name | None = key(
-        None, "name that the teacher must have in every row; default: the name is not checked", OURS
-    )
-    sft_teacher: Name | None = key(
+    files: Names = ours((), "parquet files (or a directory of them) from `roll-opd score`, Lightning-OPD or DistillKit")
+    name: Name | None = ours(None, "name that the teacher must have in every row; default: the name is not checked")
+    sft_teacher: Name | None = ours(
         None,
         "name of the teacher on whose answers the student was fine-tuned; the run checks that the files have"
         " scores of the same teacher",
-        OURS,
     )
-    compression: Name | None = key(
-        None, "DistillKit's compression_config.yaml; default: the file next to the teacher files", OURS
+    compression: Name | None = ours(
+        None, "DistillKit's compression_config.yaml; default: the file next to the teacher files"
     )
-    opd_kl_coef: NotNegative = key(1.0, "weight of the teacher", OURS)
+    opd_kl_coef: NotNegative = ours(1.0, "weight of the teacher")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,38 +149,40 @@ class OfflineDistill(Supervised):
     role = "student_train"
     algorithm = "sft"
     schema = "scored"
+    read_if: ClassVar[Mapping[str, str]] = {
+        "opd_objective: topk": "opd_topk opd_divergence opd_jsd_beta opd_skew_alpha sft_loss_coef",
+        "opd_objective: sampled": "opd_kl_discount advantage_clip",
+        "opd_divergence: jsd": "opd_jsd_beta",
+        "opd_divergence: skewed_reverse_kl|skewed_forward_kl": "opd_skew_alpha",
+    }
 
-    teacher: FileTeacher = key(FileTeacher(), "the teacher's files", OURS)
+    teacher: FileTeacher = ours(FileTeacher(), "the teacher's files")
     validation: HeldOut | None = key(None, "held-out teacher files, in data_args.file_name")
-    opd_objective: Literal["sampled", "topk"] = key(
+    opd_objective: Literal["sampled", "topk"] = ours(
         "topk",
         "topk: a divergence over the teacher's most likely tokens; sampled: an advantage that is computed from"
         " the tokens of the answers, as in Lightning-OPD. For sampled, the student must have sampled the"
         " answers",
-        OURS,
     )
-    opd_divergence: str = key("forward_kl", "divergence in the loss (topk): a name in objective.divergences", OURS)
-    opd_topk: Positive | None = key(
+    opd_divergence: str = ours("forward_kl", "divergence in the loss (topk): a name in objective.divergences")
+    opd_topk: Positive | None = ours(
         None,
         "number of tokens to use in each position (topk), starting with the most likely token; default: all"
         " tokens in the file",
-        OURS,
     )
-    opd_jsd_beta: Fraction = key(0.5, DistillationKeys.__dataclass_fields__["opd_jsd_beta"].metadata["meaning"], OURS)
-    opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = key(
-        0.1, DistillationKeys.__dataclass_fields__["opd_skew_alpha"].metadata["meaning"], OURS
+    opd_jsd_beta: Fraction = ours(0.5, DistillationKeys.__dataclass_fields__["opd_jsd_beta"].metadata["meaning"])
+    opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = ours(
+        0.1, DistillationKeys.__dataclass_fields__["opd_skew_alpha"].metadata["meaning"]
     )
-    opd_kl_discount: Fraction = key(
-        0.0,
-        "discount factor with which the reverse KL of later tokens is added to a token's reverse KL (sampled)",
-        OURS,
+    opd_kl_discount: Fraction = ours(
+        0.0, "discount factor with which the reverse KL of later tokens is added to a token's reverse KL (sampled)"
     )
-    advantage_clip: AboveZero | None = key(
-        None, "bound on the absolute value of advantages (sampled); default: no bound", OURS
+    advantage_clip: AboveZero | None = ours(
+        None, "bound on the absolute value of advantages (sampled); default: no bound"
     )
-    sft_loss_coef: NotNegative = key(
-        0.0, "weight with which the negative log-likelihood of the answers is added to the divergence (topk)", OURS
+    sft_loss_coef: NotNegative = ours(
+        0.0, "weight with which the negative log-likelihood of the answers is added to the divergence (topk)"
     )
-    teacher_preflight: bool | Literal["warn"] = key(
-        True, "check the teacher's log-probs before the first update; warn: continue after a failure", OURS
+    teacher_preflight: bool | Literal["warn"] = ours(
+        True, "check the teacher's log-probs before the first update; warn: continue after a failure"
     )

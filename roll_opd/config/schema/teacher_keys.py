@@ -7,7 +7,7 @@ from pydantic import Field
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.schema.key_types import AboveZero, Many, Name, Names, NotNegative, Positive
-from roll_opd.config.schema.section import OURS, Section, key, keys_of, shared
+from roll_opd.config.schema.section import Section, keys_of, ours, shared
 from roll_opd.config.schema.worker_keys import Worker
 
 if TYPE_CHECKING:
@@ -18,18 +18,15 @@ if TYPE_CHECKING:
 class ContextKeys(Section):
     """The teacher's context, which replaces the student's prompt."""
 
-    system_prompt: str | None = key(
-        None, "system message for the teacher; replaces the system message of the row", OURS
-    )
-    hint: str | None = key(
+    system_prompt: str | None = ours(None, "system message for the teacher; replaces the system message of the row")
+    hint: str | None = ours(
         None,
         "text that only the teacher gets. It is appended to the user's last message. If the text contains"
         " {prompt}, the text replaces the user's last message, and {prompt} is replaced by that message."
         " {ground_truth} and {NAME} are replaced by the row's values in these columns",
-        OURS,
     )
-    template: str | None = key(
-        None, "template of the teacher's prompt; native: the chat template of the teacher's tokenizer", OURS
+    template: str | None = ours(
+        None, "template of the teacher's prompt; native: the chat template of the teacher's tokenizer"
     )
 
 
@@ -37,12 +34,11 @@ class ContextKeys(Section):
 class FollowKeys(Section):
     """`follows_student`: a teacher that starts with the student's weights and is updated from them during training."""
 
-    update_interval: Positive = key(1, "number of steps from one update of the teacher's weights to the next", OURS)
-    ema_decay: Annotated[NotNegative, Field(lt=1)] = key(
+    update_interval: Positive = ours(1, "number of steps from one update of the teacher's weights to the next")
+    ema_decay: Annotated[NotNegative, Field(lt=1)] = ours(
         0.0,
         "decay of the exponential moving average of the student's weights; 0: the teacher's weights are a copy"
         " of the student's",
-        OURS,
     )
 
 
@@ -70,32 +66,27 @@ class ExternalKeys(Section):
 class HttpKeys(ExternalKeys):
     """`http`: a teacher on a server that gets token ids and returns log-probs."""
 
-    url: Names = key(
+    url: Names = ours(
         (),
         "address of the server, or a list of addresses of servers with the same model; requests are divided"
         " among these servers",
-        OURS,
     )
-    server: Literal["vllm", "vllm_tokens", "sglang", "openai", "tinker"] = key(
+    server: Literal["vllm", "vllm_tokens", "sglang", "openai", "tinker"] = ours(
         "vllm",
         "protocol of the server; vllm: completions with prompt_logprobs; vllm_tokens: /inference/v1/generate,"
         " with exact log-probs of the student's top-k; sglang: /generate; openai: completions with echo;"
         " tinker: requests of the Python package tinker",
-        OURS,
     )
-    model_name: Name | None = key(
+    model_name: Name | None = ours(
         None,
         "name of the model on the server; with protocol tinker, a path tinker://... is also accepted. If the"
         " server lists only one model, the default is this model",
-        OURS,
     )
-    api_key_env: Name | None = key(None, "environment variable with the API key", OURS)
-    concurrency: Many = key(16, "maximum concurrent requests", OURS)
-    request_seconds: AboveZero = key(300.0, "timeout of a request", OURS)
-    retry_seconds: NotNegative | None = key(
-        None,
-        "the run ends if all requests have failed for this time, s; default: the run waits and logs warnings",
-        OURS,
+    api_key_env: Name | None = ours(None, "environment variable with the API key")
+    concurrency: Many = ours(16, "maximum concurrent requests")
+    request_seconds: AboveZero = ours(300.0, "timeout of a request")
+    retry_seconds: NotNegative | None = ours(
+        None, "the run ends if all requests have failed for this time, s; default: the run waits and logs warnings"
     )
 
     def planned(self, name: str, model: str | None, vocab_size: int | None) -> "ExternalPlan":
@@ -110,8 +101,8 @@ class HttpKeys(ExternalKeys):
 class ScorerKeys(ExternalKeys):
     """`scorer`: a teacher whose log-probs a class of the user computes in the driver's process."""
 
-    name: Name = key("", "class that computes the log-probs: a registered name, or a dotted path", OURS)
-    args: dict[str, Any] = key({}, "arguments of the class", OURS)
+    name: Name = ours("", "class that computes the log-probs: a registered name, or a dotted path")
+    args: dict[str, Any] = ours({}, "arguments of the class")
 
     def planned(self, name: str, model: str | None, vocab_size: int | None) -> "ExternalPlan":
         """See `ExternalKeys.planned`."""
@@ -124,25 +115,23 @@ class ScorerKeys(ExternalKeys):
 class TeacherWorker(Worker, ContextKeys):
     """Keys of a teacher: the keys of a role, and the teacher's context."""
 
-    prompt_length: Positive | None = key(
-        None, "maximum tokens of the teacher's prompt; default: the sum of prompt_length and response_length", OURS
+    prompt_length: Positive | None = ours(
+        None, "maximum tokens of the teacher's prompt; default: the sum of prompt_length and response_length"
     )
-    follows_student: FollowKeys | None = key(
-        None, "updates of the teacher's weights from the student's weights; default: the teacher is frozen", OURS
+    follows_student: FollowKeys | None = ours(
+        None, "updates of the teacher's weights from the student's weights; default: the teacher is frozen"
     )
-    http: HttpKeys | None = key(
+    http: HttpKeys | None = ours(
         None,
         "server from which the teacher's log-probs are requested. With http, model_args.model_name_or_path is"
         " only the directory of the teacher's tokenizer, without weights; if it is not set, the teacher has the"
         " student's tokenizer",
-        OURS,
     )
-    scorer: ScorerKeys | None = key(
+    scorer: ScorerKeys | None = ours(
         None,
         "class of your own that computes the teacher's log-probs. With scorer, model_args.model_name_or_path is the"
         " directory of the teacher's tokenizer, and of whatever the class reads; if it is not set, the teacher has the"
         " student's tokenizer",
-        OURS,
     )
 
     @property

@@ -1,7 +1,8 @@
 """Keys of a role: its model, optimizer, rows, sampling, engine and devices."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,7 +25,7 @@ from roll_opd.config.schema.key_types import (
     Temperature,
     Texts,
 )
-from roll_opd.config.schema.section import OURS, Section, derived, key
+from roll_opd.config.schema.section import Section, derived, key, ours
 
 if TYPE_CHECKING:
     from roll_opd.config.role_plans import Layout, LoraPlan
@@ -154,10 +155,10 @@ class DataArgs(Section):
     prompt: Name | None = key(None, "column with the prompt as plain text; takes precedence over messages")
     tag: Name | None = key(None, "column with the tag of a row; the tag selects the row's teachers and rewards")
     id: Name | None = key(None, "column with the id of a row")
-    ground_truth: Name | None = key(
-        None, "column with the ground truth of a row, which rewards compare with the answer", OURS
+    ground_truth: Name | None = ours(
+        None, "column with the ground truth of a row, which rewards compare with the answer"
     )
-    limit: Positive | None = key(None, "use only the first N rows", OURS)
+    limit: Positive | None = ours(None, "use only the first N rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +229,18 @@ class Worker(Section):
     """
 
     ignored = roll.IGNORED_WORKER
+    # "elsewhere": a teacher that uses no device of the run
+    read_if: ClassVar[Mapping[str, str]] = {
+        "kind: train": "data_args pg_variant topr_positive_weight topr_negative_weight",
+        "kind: train|critic": "training_args use_dynamic_batching_in_train max_tokens_per_microbatch_in_train",
+        "kind: train|critic|teacher|frozen": "infer_batch_size use_sequence_packing sequence_packing_args"
+        " use_dynamic_batching_in_infer max_tokens_per_microbatch_in_infer",
+        "kind: reward": "worker_cls",  # of a role, it only selects how pg_variant is read
+        "kind: rollout": "generating_args num_gpus_per_worker",
+        "kind: train|critic|teacher|frozen|rollout": "strategy_args device_mapping system_envs",
+        "kind: teacher|elsewhere": "opd_kl_coef tag_included",
+        "pg_variant: topr": "topr_positive_weight topr_negative_weight",
+    }
     model_args: ModelArgs = key(ModelArgs(), "the model")
     training_args: TrainingArgs = key(TrainingArgs(), "optimizer and schedule, for trained roles")
     data_args: DataArgs = key(DataArgs(), "rows, for the trained role")

@@ -48,8 +48,6 @@ def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | No
 def _of_role(worker: Worker) -> Variant | None:
     name = worker.pg_variant
     weights = {"positive_weight": worker.topr_positive_weight, "negative_weight": worker.topr_negative_weight}
-    if name != "topr":
-        worker.diag.unused(*{"topr_positive_weight", "topr_negative_weight"} & worker.written)
     if PG_WORKER not in (worker.worker_cls or ""):
         if name is not None:
             worker.diag.warn(
@@ -82,5 +80,3 @@ def _check_class(worker: Worker, trainable: bool) -> None:
         )
     elif worker.worker_cls is not None and not (trainable and PG_WORKER in worker.worker_cls):
         worker.diag.unused("worker_cls")
-    if not trainable and worker.pg_variant is not None:
-        worker.diag.unused("pg_variant")

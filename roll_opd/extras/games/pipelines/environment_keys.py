@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from roll_opd.config import roll_keys as roll
 from roll_opd.config.schema import (
-    OURS,
     AboveZero,
     Count,
     GeneratingArgs,
@@ -19,6 +18,7 @@ from roll_opd.config.schema import (
     Worker,
     key,
     keys_of,
+    ours,
 )
 
 # ROLL's keys without effect here
@@ -58,7 +58,7 @@ class EnvironmentKeys(Section):
     max_env_step_concurrent: Count = key(
         0, "maximum number of concurrent steps of these games in a process; 0: no limit"
     )
-    step_timeout: AboveZero = key(60.0, "time limit of a step of the game, s", OURS)
+    step_timeout: AboveZero = ours(60.0, "time limit of a step of the game, s")
 
 
 @dataclass(frozen=True, kw_only=True)
