@@ -336,6 +336,11 @@ class RolloutPlan:
     env: FrozenDict = field(default_factory=FrozenDict)
 
     @property
+    def speculates(self) -> bool:
+        """Whether the engines draw several tokens together, from drafts."""
+        return "speculative_config" in self.engine_args
+
+    @property
     def layout(self) -> Layout:
         """The layout of the role's devices. Its data-parallel size is the number of engines."""
         return Layout(tp=self.tp, dp=self.engines)

@@ -24,6 +24,8 @@ class Completion:
     finish_reason: str  # stop | length | abort
     versions: Versions = ()  # versions of the weights that sampled the tokens; (): unknown
     routes: np.ndarray | None = None  # integer [T-1, L, K]: the K experts of each token in each of L layers
+    drafted: int = 0  # tokens that speculation proposed
+    accepted: int = 0  # proposed tokens that are part of the response
 
 
 def token_prompt(tokens: Sequence[int]) -> "TokensInput":
@@ -80,12 +82,15 @@ def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] =
 def completion_of(output: "RequestOutput") -> Completion:
     """Return the response of a finished request."""
     sample = output.outputs[0]
+    drafts = sample.spec_decode_metrics
     return Completion(
         tokens=np.array(sample.token_ids, dtype=np.int64),
         logprobs=token_logprobs(sample.token_ids, sample.logprobs or []),
         finish_reason=sample.finish_reason or "abort",
         versions=tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ()),
         routes=sample.routed_experts,
+        drafted=drafts.num_draft_tokens if drafts else 0,
+        accepted=sum(accepted * count for accepted, count in enumerate(drafts.histogram)) if drafts else 0,
     )
 
 

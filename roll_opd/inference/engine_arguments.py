@@ -7,7 +7,7 @@ import difflib
 import gc
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ from roll_opd.base.frozen import thaw
 from roll_opd.base.paths import plain_path
 from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.plugin import DIE_WITH_PARENT, PLUGIN_NAME
+from roll_opd.models.engine_options import DRAFT_MODEL, DTYPE_NAMES
 from roll_opd.models.model_files import MULTIMODAL, read_json
 from roll_opd.models.model_info import read_model
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -80,6 +80,13 @@ def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: 
         blocks = -(-max_model_len * each_token // (info.attention_layers * page)) + 1
         each_sequence = page * info.layers * (blocks + 1)
     return max(each_sequence, min(sequences * each_sequence, KV_CACHE_LIMIT))
+
+
+def cached_models(model: ModelPlan, engine_args: Mapping[str, Any]) -> list[ModelPlan]:
+    """Return the models for which an engine has a KV cache: its own, and the draft model of speculation."""
+    config = engine_args.get("speculative_config") or {}
+    draft = config.get("model") if config.get("method") in (None, DRAFT_MODEL) else None
+    return [model, *([replace(model, path=draft)] if draft and Path(draft).is_dir() else [])]
 
 
 def check_plugin_is_installed() -> None:
@@ -144,7 +151,10 @@ def resolve_engine_args(
         defaults["max_num_seqs"] = 256  # vLLM's default is 128; a step of a small model is mostly overhead
         sequences = engine_args.get("max_num_seqs") or defaults["max_num_seqs"]
         block = cpu_block(engine_args)
-        defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, max_model_len, sequences, block, tensor_parallel_size)
+        defaults["kv_cache_memory_bytes"] = sum(
+            kv_cache_bytes(cached, max_model_len, sequences, block, tensor_parallel_size)
+            for cached in cached_models(model, engine_args)
+        )
         # if a prompt is split, vLLM rewinds its seeded generator; CPU generators do not support this, and the engine
         # dies
         defaults["enable_chunked_prefill"] = False
@@ -160,6 +170,8 @@ def resolve_engine_args(
         if info.latent and "attention_config" not in engine_args:
             # on CPUs with AMX vLLM chooses a backend that supports only bf16, and f32 weights end the engine
             defaults["attention_backend"] = "CPU_MLA"
+    if engine_args.get("speculative_config"):
+        defaults["per_request_spec_decode_metrics"] = "summary"
     if routes and on_cpu and defaults.get("distributed_executor_backend") != UNIPROC:
         raise ValueError("router_replay on CPUs needs engines with one rank; use tensor_parallel_size 1")
     from_plan: dict[str, Any] = {

@@ -29,9 +29,10 @@ from roll_opd.inference.completion import (
     token_logprobs,
     token_prompt,
 )
-from roll_opd.inference.engine_arguments import DTYPE_NAMES, UNIPROC, vllm_arguments
+from roll_opd.inference.engine_arguments import UNIPROC, vllm_arguments
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors, unlink_shared_memory
 from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.models.engine_options import DTYPE_NAMES
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class InferenceEngine:
         self._broken: str | None = None
         self._incoming = 0  # version of the running update
         self._sleep_state = SleepState(llm)
+        self._drafts = (0, 0)  # proposed and accepted tokens of finished requests
 
     @classmethod
     async def start(
@@ -170,10 +172,18 @@ class InferenceEngine:
                 async with aclosing(_completions(waiting)) as completions:
                     async for index, completion in completions:
                         unfinished.discard(index)
+                        proposed, accepted = self._drafts
+                        self._drafts = (proposed + completion.drafted, accepted + completion.accepted)
                         yield index, self._cut(completion, sampling)
             finally:
                 if unfinished:
                     await self._llm.abort([ids[index] for index in sorted(unfinished)])
+
+    def take_drafts(self) -> tuple[int, int]:
+        """Return how many tokens speculation proposed for requests that finished since the last call, and how many of
+        them are part of responses."""
+        taken, self._drafts = self._drafts, (0, 0)
+        return taken
 
     async def _submit(
         self, ids: list[str], prompts: Sequence[Sequence[int]], sampling: SamplingPlan, seeds: Sequence[int]

@@ -226,6 +226,7 @@ _DECIDED = """
     param_sync_func finalize_model_grads_func autocast_dtype enable_autocast
 """
 MEGATRON_DECIDED = frozenset(_DECIDED.split())  # set by model_args, the model's config.json or the engine
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the engines
 VLLM_DECIDED = ("model", "seed", "dtype", "tokenizer", "logprobs_mode", "weight_transfer_config")  # set by the run
 # options of earlier vLLM versions without effect on results
 _REMOVED = """
@@ -236,16 +237,23 @@ _REMOVED = """
     disable_frontend_multiprocessing max_num_partial_prefills max_long_partial_prefills
 """
 REMOVED = {"vLLM": frozenset(_REMOVED.split())}
-# Options of vLLM that may change the distribution of samples. They are admitted, because the engine check
-# (`objective.engine_evidence`) tests samples and log-probs of the engine against the student.
-ROUNDING_OPTIONS = frozenset({"quantization", "quantization_config", "kv_cache_dtype"})
-ALTERING_OPTIONS = (
-    *("speculative_config", "spec_method", "spec_model", "logits_processors", "watermark_config", "hf_overrides"),
-    *sorted(ROUNDING_OPTIONS),
-)
+# Options of vLLM that may change the distribution of samples -> how. They need evidence: the engine check
+# (`objective.engine_evidence`) tests samples and log-probs of the engine against the student, and ends a run.
+ALTERING_OPTIONS = {
+    "speculative_config": "speculation draws several tokens together",
+    "logits_processors": "the engine changes logits",
+    "watermark_config": "the engine changes logits",
+    "hf_overrides": "the engine runs another model",
+    "quantization": "the engine rounds weights",
+    "quantization_config": "the engine rounds weights",
+    "kv_cache_dtype": "the engine rounds its KV cache",
+}
+ROUNDING_OPTIONS = frozenset({"quantization", "quantization_config", "kv_cache_dtype"})  # also need a correction
+DRAFT_MODEL = "draft_model"  # speculation with a whole model; other methods have heads that only vLLM can read
 # as above, but with a correct engine the distribution differs only by rounding
 _COMPUTING = """
-    spec_tokens allow_deprecated_quantization kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype
+    spec_method spec_model spec_tokens
+    allow_deprecated_quantization kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype
     enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds use_fp64_gumbel
     hf_config_path model_class_overrides model_impl model_weights load_format config_format model_loader_extra_config
     ignore_patterns trust_remote_code revision code_revision generation_config override_generation_config

@@ -8,7 +8,7 @@ from pathlib import Path
 from roll_opd.base import hardware
 from roll_opd.config.plan import RolloutPlan, RunPlan
 from roll_opd.inference import cpu_attention
-from roll_opd.inference.engine_arguments import cpu_block, kv_cache_bytes, resolve_engine_args
+from roll_opd.inference.engine_arguments import cached_models, cpu_block, kv_cache_bytes, resolve_engine_args
 from roll_opd.models.model_info import ModelFilesError, read_model
 
 OPTIONS = "strategy_args.strategy_config"
@@ -71,13 +71,15 @@ def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
     except (ValueError, ModelFilesError) as error:
         return [f"{engine.name}: {error}"]
     problems = []
-    least = kv_cache_bytes(engine.model, engine.max_model_len, 1, cpu_block(engine.engine_args), engine.tp)
+    models, block = cached_models(engine.model, engine.engine_args), cpu_block(engine.engine_args)
+    least = sum(kv_cache_bytes(model, engine.max_model_len, 1, block, engine.tp) for model in models)
     if (cache := arguments["kv_cache_memory_bytes"]) is not None and cache < least:
         problems.append(
             f"{engine.name}.{OPTIONS}.kv_cache_memory_bytes: {cache} bytes are too few for a sequence of"
             f" {engine.max_model_len} tokens, which takes {least}; raise or remove it"
         )
     paths = {engine.name: engine.model.path}
+    paths |= {f"{engine.name}.{OPTIONS}.speculative_config.model": draft.path for draft in models[1:]}
     if engine is plan.rollout and plan.validation and plan.validation.evaluate_teacher:
         paths |= {teacher.name: teacher.model.path for teacher in plan.teachers if teacher.model}
     sentences = {_heads(name, path) for name, path in reversed(paths.items())}

@@ -107,6 +107,8 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
             metrics |= workers.scorers.step_metrics([s for s in samples if not s.demonstration])
             metrics |= await (concurrent.after(step) if concurrent else run.validation(step, partial(validate, step)))
             metrics |= rollouts.drain_metrics()
+            if plan.rollout and plan.rollout.speculates:
+                metrics |= await workers.sampler.draft_metrics()
             async with run.checkpoint(step, workers.save, kl_coef, batch.source_state, finished):
                 run.logger.step(step, batch, samples, metrics)
                 if concurrent and run.ending.is_asked_for:  # a checkpoint needs complete logs

@@ -13,7 +13,7 @@ import numpy as np
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RunPlan
-from roll_opd.models.engine_options import CHECKED_OPTIONS
+from roll_opd.models.engine_options import ALTERING_OPTIONS, CHECKED_OPTIONS
 from roll_opd.objective.engine_evidence import (
     DIFFERENCE,
     FALSE_ALARMS,
@@ -54,9 +54,13 @@ class EngineCheck:
             plan: the plan of the run.
             student: the student, which computes the moments for the preflight.
             report: prints and stores the rows of the preflight.
-            ends_run: whether a failed test ends the run; otherwise it causes a warning.
+            ends_run: whether a failed test ends the run; otherwise it causes a warning. With an option that may change
+                the distribution of samples, it always ends the run.
         """
-        self._plan, self._student, self._report, self._ends_run = plan, student, report, ends_run
+        self._plan, self._student, self._report = plan, student, report
+        options = plan.rollout.engine_args if plan.rollout else {}
+        self._needs_evidence = not ALTERING_OPTIONS.keys().isdisjoint(options)
+        self._ends_run = ends_run or self._needs_evidence
         self._settings = plan.objective.engine_check
         dtypes = {role.model.dtype for role in (student.plan, plan.rollout) if role and self._settings}
         self._dtype = min(dtypes - {"fp32"}, default="fp32")  # of the one that rounds more
@@ -176,7 +180,8 @@ class EngineCheck:
             f"the engine does not sample from the student, by {samples}: {'; '.join(found.values())}. {self._cause()}"
         )
         if self._ends_run:
-            raise RunError(f"{text}. To train on these samples nevertheless, set engine_check: warn")
+            way_out = "" if self._needs_evidence else ". To train on these samples nevertheless, set engine_check: warn"
+            raise RunError(text + way_out)
         if new := found.keys() - self._warned:
             self._warned |= new
             warn(f"{text} (each test warns once)")

@@ -289,6 +289,7 @@ class SessionCalls:
                 learned, metrics = await self.workers.student.forward_backward(
                     prepared, plan.teachers, plan.objective, self.rollout.sampling.temperature, self.version + 1
                 )
+            self._engine_check.after(metrics, self.step + 1)
         except END_THE_RUN:
             raise
         except Exception as error:
@@ -296,7 +297,6 @@ class SessionCalls:
             raise RuntimeError(
                 f"forward_backward: {_answer_to(error)}; the gradients accumulated since the last optim_step are lost"
             ) from error
-        self._engine_check.after(metrics, self.step + 1)
         self._learned += learned
         self._metrics |= metrics
         return metrics
@@ -324,6 +324,8 @@ class SessionCalls:
         release(learned)
         for sample in learned:
             self._targets.pop(sample.id, None)
+        if self.rollout and self.rollout.speculates:
+            logged |= await self.workers.sampler.draft_metrics()
         generated = sum(sample.action_tokens for sample in learned)
         batch = Batch(version, samples=learned, generated_tokens=generated)
         self.run.logger.step(self.step, batch, learned, logged | metrics | sample_metrics(learned, self.plan))

@@ -11,15 +11,13 @@ from typing import Any
 from roll_opd.base.entry_points import entries, load
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.registry import Registry, argument_problems
-from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.plan import CorrectionPlan, EngineCheckPlan, ObjectivePlan, SamplingPlan, TokenFilterPlan
+from roll_opd.config.plan import CorrectionPlan, EngineCheckPlan, ObjectivePlan, TokenFilterPlan
 from roll_opd.config.roll_keys import PG_KEYS
 from roll_opd.config.schema import (
     DistillationKeys,
     ImportanceWeight,
     ObjectiveKeys,
     ReinforcementKeys,
-    SamplingKeys,
     Section,
     StepKeys,
     TokenFilter,
@@ -29,7 +27,6 @@ from roll_opd.config.schema import (
     keys_of,
     shared,
 )
-from roll_opd.models.engine_options import ALTERING_OPTIONS, ROUNDING_OPTIONS
 from roll_opd.objective.algorithms import (
     EXPERT_DATA_RATIO,
     FUNCTION_ALIASES,
@@ -351,26 +348,6 @@ def check_correction(top: Top, mode: str) -> None:
             correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters instead")
     elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:
         correction.diag.error("negatives_delta", f"policy loss {top.policy_loss} reads no advantages; use filters")
-
-
-def engine_check_plan(
-    top: Top, sampling: SamplingPlan, options: Mapping[str, object], diag: Diagnostics
-) -> EngineCheckPlan | None:
-    """Return the test of the engine's samples, or None if they are not tested.
-
-    `options` are the options of the engine.
-    """
-    altering = [name for name in ALTERING_OPTIONS if options.get(name) not in (None, "auto")]
-    is_corrected = read_correction(top) is not None and not ROUNDING_OPTIONS.isdisjoint(altering)
-    for name in altering:
-        key, value = f"strategy_args.strategy_config.{name}", options[name]
-        if not top.engine_check:
-            diag.error(key, f"{value} may change the distribution of samples; set engine_check: true to test them")
-        elif name in ROUNDING_OPTIONS and not is_corrected:
-            diag.note(key, f"{value} rounds weights, so engine_check ends the run; switch train_infer_correction on")
-        else:
-            diag.note(key, f"{value} may change the distribution of samples; engine_check tests them in each step")
-    return EngineCheckPlan(SamplingKeys(**shared(SamplingKeys, sampling)), is_corrected) if top.engine_check else None
 
 
 def read_correction(top: Top) -> CorrectionPlan | None:

@@ -28,6 +28,7 @@ from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, r
 from roll_opd.models.tokenizer_files import has_tokenizer
 from roll_opd.models.weight_files import holds_decoder, weight_problems
 from roll_opd.planner import key_hints, lora_keys
+from roll_opd.planner.engine_gate import with_speculation
 from roll_opd.planner.read_sections import CRITIC, REFERENCE, Sections
 from roll_opd.planner.strategies import OPTIONS, read_megatron, read_vllm
 
@@ -212,6 +213,7 @@ class RoleReader:
         found = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
         precision = worker.model_args.dtype or dtype
         role = changed(worker, {**found, "job": "rollout", "info": self._model(worker, model), "dtype": precision})
+        role = with_speculation(role)
         if role.info and role.layout:
             diag, tp = worker.diag.below(OPTIONS), role.layout.tp
             check_tensor_parallel(role.info, tp, "tensor_parallel_size", diag, copies_kv_heads=True)

@@ -29,7 +29,8 @@ from roll_opd.planner import (
     row_plans,
     teacher_sections,
 )
-from roll_opd.planner.objective_plan import engine_check_plan, expand, objective_plan
+from roll_opd.planner.engine_gate import engine_check_plan
+from roll_opd.planner.objective_plan import expand, objective_plan
 from roll_opd.planner.read_sections import Sections
 from roll_opd.planner.reward_sections import read_rewards
 from roll_opd.planner.teacher_sections import check_http_teachers, check_scorers
@@ -103,7 +104,7 @@ def fields(sections: Sections) -> dict[str, Any] | None:
         sampling = role_parts.sampling_plan(args, args.num_return_sequences or 1, top.held_out_tokens or response)
         validation = validation or ValidationPlan(held_out, sampling, evaluate)
     rollout = role_parts.rollout_plan(infer, top)
-    tested = engine_check_plan(top, rollout.sampling, infer.engine_args, infer.diag)
+    tested = engine_check_plan(top, rollout, infer.diag)
     objective = objective_plan(top, sections.mode, updates, sections.shared_vocabulary, tested)
     if workflow := _workflow(top):
         models = tuple(_auxiliaries(sections, top))

@@ -16,6 +16,7 @@ from roll_opd.tracking.results import PHASES_SHOWN, SHORT, before_after_table, c
 from roll_opd.tracking.reward_metrics import GRADED
 from roll_opd.tracking.summary import (
     ACCURACY,
+    DRAFT_ACCEPTANCE,
     FAILED_RATE,
     GENERATED_TOKENS,
     LOSS,
@@ -151,6 +152,7 @@ def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
             ("reward", REWARD, ".3f"),
             ("kl", REVERSE_KL, ".4f"),
             ("len", "tokens/response_length/mean", ".1f"),
+            ("drafts", DRAFT_ACCEPTANCE, ".0%"),
         )
         if name in metrics
     ]

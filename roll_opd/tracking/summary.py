@@ -27,6 +27,7 @@ LOSS = "val/loss"
 REVERSE_KL = "opd/reverse_kl/mean"
 REWARD = "critic/score/mean"
 GENERATED_TOKENS = "rollout/generated_tokens"
+DRAFTED_TOKENS, DRAFT_ACCEPTANCE = "rollout/drafted_tokens", "rollout/draft_acceptance"  # of speculation
 STEP_TOKENS = "tokens/step"  # tokens of whole sequences, including prompts and observed tokens
 LEARNED_TOKENS = "tokens/learned"  # action tokens in the loss
 FAILED_RATE = "rollout/failed_rate"  # share of a step's runs

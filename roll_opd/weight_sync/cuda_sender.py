@@ -19,9 +19,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from roll_opd.inference.engine_arguments import DTYPE_NAMES
 from roll_opd.inference.plugin import CUDA_IPC
 from roll_opd.megatron.export import hf_tensors, hf_tensors_on_all_ranks
+from roll_opd.models.engine_options import DTYPE_NAMES
 from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
 BUFFER_BYTES = 256 * 2**20  # GPU memory of a buffer; with NCCL, sender and receiver have two buffers each

@@ -17,6 +17,7 @@ from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import NOTHING, SERVING, WEIGHTS, Kind, Part, Phase, needs
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description
+from roll_opd.tracking.summary import DRAFT_ACCEPTANCE, DRAFTED_TOKENS
 from roll_opd.weight_sync.bucket_writer import BucketHost
 from roll_opd.weight_sync.send_weights import WeightSync
 from roll_opd.workers.batched_calls import BatchedCalls, coalesced
@@ -53,6 +54,11 @@ class Sampler:
     async def prompt_logprobs(self, tokens: Sequence[int]) -> list[np.ndarray]:
         """Return, for each engine, its log-probs at temperature 1 of all tokens but the first, f32 [T-1]."""
         return await self.engines.call("prompt_logprobs", list(tokens))
+
+    async def draft_metrics(self) -> dict[str, float]:
+        """Return the metrics of speculation for requests that finished since the last call, if there were drafts."""
+        proposed, accepted = map(sum, zip(*await self.engines.call("take_drafts"), strict=True))
+        return {DRAFTED_TOKENS: proposed, DRAFT_ACCEPTANCE: accepted / proposed} if proposed else {}
 
     @asynccontextmanager
     async def session(self, chunk: int | None = None) -> AsyncIterator["SamplingSession"]:
@@ -213,6 +219,11 @@ class RolloutWorker(BucketHost):
         The log-probs are at temperature 1.
         """
         return await self._engine.prompt_logprobs(tokens)
+
+    @needs(NOTHING)
+    async def take_drafts(self) -> tuple[int, int]:
+        """See `InferenceEngine.take_drafts`."""
+        return self._engine.take_drafts()
 
     @needs(NOTHING)
     async def weights_version(self) -> int:

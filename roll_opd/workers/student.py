@@ -14,8 +14,8 @@ from roll_opd.config.plan import (
     TeacherPlan,
     TrainPlan,
 )
-from roll_opd.inference.engine_arguments import DTYPE_NAMES
 from roll_opd.models.device_phases import LEARNING, NOTHING, WEIGHTS, Kind, needs
+from roll_opd.models.engine_options import DTYPE_NAMES
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.corrections import check_staleness
 from roll_opd.objective.engine_evidence import TESTED_SETTINGS, engine_metrics, marked

@@ -1,13 +1,19 @@
 """Options of the engine that may change the distribution of samples are tested by the engine check, or refused."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
+from config_assets import base_values, set_key, write_config, write_model
 
+from roll_opd.base.failures import ConfigError
 from roll_opd.config.plan import EngineCheckPlan, RunPlan
 from roll_opd.config.schema import SamplingKeys, shared
 from roll_opd.models.engine_options import ALTERING_OPTIONS, CHECKED_OPTIONS, REFUSED_OPTIONS, VLLM_DECIDED
+from roll_opd.planner.load_plan import load_plan
 
 OPTION = "student_infer.strategy_args.strategy_config"
 SAMPLING = "student_infer.generating_args"
@@ -57,7 +63,7 @@ def test_each_option_of_the_installed_vllm_is_on_one_list() -> None:
     options = {field.name for field in fields(AsyncEngineArgs)}
     assert sum(map(len, lists)) == len(set().union(*lists)), "an option is on two lists"
     assert options == set().union(*lists)
-    assert set(ALTERING_OPTIONS) <= CHECKED_OPTIONS
+    assert ALTERING_OPTIONS.keys() <= CHECKED_OPTIONS
 
 
 @pytest.mark.parametrize("name", ["runner", "structured_outputs_config", "skip_tokenizer_init"])
@@ -67,14 +73,68 @@ def test_options_without_samples_of_the_student_are_refused(problems: Callable[.
     assert [text for text in found if text.startswith(f"{OPTION}.{name}: ") and REFUSED_OPTIONS[name] in text], found
 
 
-def test_altering_options_are_tested(plan: Callable[..., RunPlan], problems: Callable[..., list[str]]) -> None:
-    option = {f"{OPTION}.speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    made = plan(option)
-    assert made.objective.engine_check == EngineCheckPlan()
-    assert [text for text in made.warnings if text.startswith(f"{OPTION}.speculative_config: ")]
-    assert not [text for text in plan({f"{OPTION}.kv_cache_dtype": "auto"}).warnings if "kv_cache_dtype" in text]
-    found = problems({**option, "engine_check": False})
-    assert [text for text in found if text.startswith(f"{OPTION}.speculative_config: ")], found
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+WEIGHTED = {"train_infer_correction": {"is_weight": {"enabled": True}}}
+FILTERED = {"train_infer_correction": {"filters": [{"enabled": True, "ratio_enabled": True, "ratio_high": 2.0}]}}
+ADMITTED, REFUSED, UNCHANGED = "admitted with a note", "refused", "unchanged"
+
+
+def test_an_option_that_may_alter_samples_needs_evidence(root: Path) -> None:
+    """The test of samples, and for an engine that rounds also a correction; `plan` names the option in each case."""
+    cases: list[tuple[str, Any, dict[str, Any], str]] = [
+        *(("speculative_config", NGRAM, other, ADMITTED) for other in ({}, WEIGHTED)),
+        *(("speculative_config", NGRAM, {"engine_check": value}, REFUSED) for value in (False, "warn")),
+        ("speculative_config", NGRAM, {f"{SAMPLING}.repetition_penalty": 1.1}, REFUSED),
+        ("hf_overrides", {"rope_theta": 1e4}, {"engine_check": "warn"}, REFUSED),
+        *((name, "fp8", {}, REFUSED) for name in ("quantization", "kv_cache_dtype")),
+        *((name, "fp8", WEIGHTED, ADMITTED) for name in ("quantization", "kv_cache_dtype")),
+        ("quantization", "fp8", FILTERED, ADMITTED),
+        ("quantization", "fp8", {**WEIGHTED, "engine_check": "warn"}, REFUSED),
+        ("kv_cache_dtype", "bfloat16", {"student_infer.model_args.dtype": "fp32"}, REFUSED),
+        ("kv_cache_dtype", "bfloat16", {"student_infer.model_args.dtype": "bf16"}, UNCHANGED),
+        ("kv_cache_dtype", "auto", {"engine_check": False}, UNCHANGED),
+    ]
+    values = base_values(root)
+    for name, value, others, expected in cases:
+        own = deepcopy(values)
+        for key, new in {f"{OPTION}.{name}": value, **others}.items():
+            set_key(own, key, new)
+        try:
+            texts, found = load_plan(write_config(root, own), "run", pure=True).warnings, ADMITTED
+        except ConfigError as error:
+            texts, found = tuple(error.problems), REFUSED
+        named = [text for text in texts if text.startswith(f"{OPTION}.{name}: ")]
+        assert (found if named else UNCHANGED) == expected, (name, value, others, texts)
+
+
+def test_the_options_of_speculation_are_one(plan: Callable[..., RunPlan], problems: Callable[..., list[str]]) -> None:
+    """Shorthands and dashes as in vLLM; the draft model is found as other models are, and has the same token ids."""
+    rollout = plan({f"{OPTION}.spec_method": "ngram", f"{OPTION}.spec_tokens": 2}).rollout
+    assert rollout and rollout.speculates and rollout.engine_args == {"speculative_config": NGRAM}
+    found = problems({f"{OPTION}.speculative_config": {"method": "suffix"}})
+    assert [text for text in found if text.startswith(f"{OPTION}.spec_method: ")]
+
+
+def test_a_draft_model(root: Path, plan: Callable[..., RunPlan], problems: Callable[..., list[str]]) -> None:
+    write_model(root / "config" / "earlier", seed=3)  # relative to the configuration
+    write_model(root / "others", seed=3, vocab_size=70)
+    key = f"{OPTION}.speculative_config"
+
+    def draft(model: str, **more: Any) -> dict[str, Any]:
+        return {key: {"model": model, "num-speculative-tokens": 2, **more}}
+
+    made = plan(draft("earlier")).rollout
+    assert made and made.engine_args["speculative_config"] == {
+        "model": str((root / "config" / "earlier").resolve()),
+        "num_speculative_tokens": 2,
+    }
+    for wrong in ("nowhere", str(root / "others"), str(root / "train.jsonl")):
+        found = problems(draft(wrong))
+        assert [text for text in found if text.startswith(f"{key}.model: ") and wrong in text], found
+    assert plan(draft(str(root / "others"), use_heterogeneous_vocab=True)).rollout
+    for model in ("ngram", "package.module.Proposer"):
+        made = plan(draft(model)).rollout
+        assert made and made.engine_args["speculative_config"]["model"] == model
 
 
 def test_what_is_tested(plan: Callable[..., RunPlan]) -> None:
@@ -88,7 +148,6 @@ def test_what_is_tested(plan: Callable[..., RunPlan]) -> None:
     assert plan({"engine_check": False}).objective.engine_check is None
     plain |= {f"{SAMPLING}.repetition_penalty": 1.0, f"{SAMPLING}.temperature": 1.0}
     assert plan({"engine_check": "warn", **plain}).objective.engine_check == EngineCheckPlan()
-    correction = {"train_infer_correction": {"is_weight": {"enabled": True}}}
-    assert plan(correction).objective.engine_check == EngineCheckPlan()
-    made = plan({f"{OPTION}.quantization": "fp8", **correction})
+    assert plan(WEIGHTED).objective.engine_check == EngineCheckPlan()
+    made = plan({f"{OPTION}.quantization": "fp8", "engine_check": True, **WEIGHTED})
     assert made.objective.engine_check == EngineCheckPlan(is_corrected=True)

@@ -1,15 +1,24 @@
 """Speculation on CPUs: accepted, replaced and added tokens have the distribution of the engine's model."""
 
+import asyncio
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from inference_models import Running, buckets_of, hf_logits, make_model, running, save_model
 
+from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.cpu_kernels import expanded, expands_all_types
 
 COPIES, VOCABULARY, DRAFTS = 40_000, 7, 2
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6, 2 + number] for number in range(64)]
+SEEDS = list(range(len(PROMPTS)))
+SAMPLING, GREEDY = SamplingPlan(max_new_tokens=40), SamplingPlan(max_new_tokens=40, temperature=0.0)
 
 
 def test_the_value_of_a_sequence_is_written_to_its_tokens() -> None:
@@ -87,3 +96,84 @@ def test_tokens_after_drafts_have_the_distribution_of_the_model(is_model: bool) 
             assert len(drawn) > 5000 and square < 40  # chi-square with up to 6 degrees of freedom: 40 has p = 5e-7
         accepted_all = found[kind, :, DRAFTS] >= 0
         assert (found[kind, accepted_all, DRAFTS] == VOCABULARY).all() and accepted_all.any()
+
+
+@pytest.fixture(scope="module", params=["n-gram", "draft model"])
+def speculating(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Running]]:
+    """An engine of model 0, whose draft model is an earlier export of it."""
+    place = Path(tmp_path_factory.mktemp("speculating"))
+    path, earlier = (save_model(make_model(0), place / name) for name in ("model", "earlier"))
+    config = {
+        "n-gram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+        "draft model": {"model": earlier},
+    }
+    options = {"speculative_config": {"num_speculative_tokens": 3, **config[request.param]}}
+    for engine in running(path, engine_args=options, on_update="continue"):
+        yield request.param, engine
+
+
+def surprise(prompts: list[list[int]], completions: list[Any], models: list[Any]) -> float:
+    """Check the log-prob of each token under the model of its version; return Σ (log p(x) − E[log p]) in deviations."""
+    found, variance = 0.0, 0.0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        whole, start = [*prompt, *completion.tokens.tolist()], len(prompt) - 1
+        assert sum(length for _, length in completion.versions) == len(completion.tokens)
+        for version, length in completion.versions:
+            logprobs = torch.log_softmax(hf_logits(models[version % len(models)], whole)[start : start + length], -1)
+            first = start - len(prompt) + 1
+            own = logprobs.gather(1, torch.tensor(completion.tokens[first : first + length])[:, None])[:, 0]
+            np.testing.assert_allclose(completion.logprobs[first : first + length], own.numpy(), atol=1e-4)
+            mean = (logprobs.exp() * logprobs).sum(1)
+            found += float((own - mean).sum())
+            variance += float((logprobs.exp() * (logprobs - mean[:, None]) ** 2).sum())
+            start += length
+    return found / variance**0.5
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_samples_are_those_of_the_weights_of_their_versions(speculating: tuple[str, Running]) -> None:
+    """Before, during and after weight updates."""
+    _, engine = speculating
+    models = [make_model(0), make_model(1)]
+    assert abs(surprise(PROMPTS, engine.batch(PROMPTS, SAMPLING, SEEDS), models)) < 5
+    proposed, accepted = engine.engine.take_drafts()
+    assert proposed > 500 and 0 < accepted < proposed and engine.engine.take_drafts() == (0, 0)
+
+    async def under_updates() -> list[Any]:
+        found = {}
+
+        async def answer() -> None:
+            async for index, completion in engine.engine.generate_batch(PROMPTS, SAMPLING, SEEDS):
+                found[index] = completion
+
+        answering = asyncio.create_task(answer())
+        for version in (1, 2, 3):
+            await asyncio.sleep(0.1)
+            await engine.engine.update_weights(buckets_of(models[version % 2]), version)
+        await answering
+        return [found[index] for index in sorted(found)]
+
+    disturbed = engine.run(under_updates())
+    assert any(len(completion.versions) > 1 for completion in disturbed)
+    assert abs(surprise(PROMPTS, disturbed, models)) < 5
+    assert abs(surprise(PROMPTS, engine.batch(PROMPTS, SAMPLING, SEEDS), models)) < 5
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_draft_model_keeps_its_weights(speculating: tuple[str, Running]) -> None:
+    """It proposes what model 0 would draw: greedy answers of model 0 accept it, also after an update to model 1."""
+    kind, engine = speculating
+    if kind != "draft model":
+        pytest.skip("an n-gram has no weights")
+    shares = []
+    for version, model in ((10, 0), (11, 1), (12, 0)):
+        engine.run(engine.engine.update_weights(buckets_of(make_model(model)), version))
+        engine.engine.take_drafts()
+        engine.batch(PROMPTS, GREEDY, SEEDS)
+        proposed, accepted = engine.engine.take_drafts()
+        shares.append(accepted / proposed)
+    assert shares[0] > 0.95 and shares[1] < 0.3 and shares[2] > 0.95

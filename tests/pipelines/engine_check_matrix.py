@@ -53,6 +53,7 @@ MODES: dict[str, tuple[tuple[str, str], tuple[str, ...]]] = {
 }
 DIFFERENCE, SQUARE = "rollout/engine/difference", "rollout/engine/root_mean_square"
 GENERATING, OPTION = "{infer}.generating_args.", "++{infer}.strategy_args.strategy_config."
+NGRAM = OPTION + "speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}}"
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,12 @@ ENGINES = {
     "fp8 KV cache, corrected": Engine(True, options=(OPTION + "kv_cache_dtype=fp8",), settings=(CORRECTION,)),
     "bf16 engine": Engine(True, options=("{infer}.model_args.dtype=bf16",)),
     "bf16": Engine(True, options=("{infer}.model_args.dtype=bf16", "{train}.model_args.dtype=bf16")),
-    "n-gram speculation": Engine(
-        False,
-        options=(OPTION + "speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}}",),
+    "n-gram speculation": Engine(True, options=(NGRAM,)),
+    "draft model": Engine(
+        True,
+        options=(OPTION + "speculative_config={{model: examples/demo/models/student, num_speculative_tokens: 3}}",),
     ),
-    "fp8 KV cache": Engine(False, options=(OPTION + "kv_cache_dtype=fp8",)),
+    "n-gram speculation, kernel of vLLM": Engine(False, options=(NGRAM,), fault="unexpanded"),
     "temperature 0.7 instead of 1": Engine(False, sampling=(("temperature", 0.7),)),
     "temperature 1 instead of 0.8": Engine(
         False, settings=(GENERATING + "temperature=0.8",), sampling=(("temperature", 1.0),)
@@ -112,7 +114,17 @@ def alter(worker: Any, fault: str) -> None:
     """Alter the model of a worker of vLLM's engine core, which must be in its original state or altered by this
     function; "" restores it."""
     import torch
+    from vllm.v1.sample import rejection_sampler
 
+    from roll_opd.inference.cpu_kernels import expanded
+
+    def unexpanded(output: Any, *arguments: Any) -> None:
+        expanded(output.long(), *arguments)
+
+    kernel: Any = rejection_sampler.expand_kernel
+    kernel._impl = unexpanded if fault == "unexpanded" else expanded
+    if fault == "unexpanded":
+        return
     model = worker.model_runner.model
     for name in ("compute_logits", "load_weights"):
         model.__dict__.pop(name, None)
@@ -184,7 +196,7 @@ def started(options: Sequence[str], place: Path, *, lora: bool) -> Iterator[Engi
     written = [option.format(infer="actor_infer", train="actor_train") for option in options]
     plan = load_plan(
         *WITH_TEACHER,
-        [*SHORT, *optimizer_of("actor_train"), TEACHER, *student, *written, "engine_check=warn"],
+        [*SHORT, *optimizer_of("actor_train"), TEACHER, *student, *written, CORRECTION.format()],
         pure=False,
     )
     with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:

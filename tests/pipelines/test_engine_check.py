@@ -1,6 +1,7 @@
 """Whole runs whose engine samples from the student, or from another distribution."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,7 @@ from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.rollout.producer import Rollouts
 
 ROW, LOGPROBS = "drawn from the student", "log-probs of the engine"
-SPECULATION = (
-    "+student_infer.strategy_args.strategy_config.speculative_config="
-    "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}"
-)
+SPECULATION = "+student_infer.strategy_args.strategy_config.speculative_config="
 
 
 def run(stage: Stage, tmp_path: Path, *overrides: str, config: tuple[str, str] = PURE) -> Run:
@@ -126,9 +124,53 @@ def test_samples_of_older_weights_do_not_hide_that_engines_have_other_weights(
     assert made.code == 1 and [row["step"] for row in made.rows("metrics.jsonl")] == [0, 1]
 
 
+WRONG_DRAFTS = """
+import torch
+from vllm.v1.sample.rejection_sampler import expand_kernel
+
+class WrongDrafts:
+    pass
+
+def expanded(output, values, ends, *rest):  # another temperature, as with vLLM's own kernel
+    output.fill_(0.3 if output.is_floating_point() else 5)
+
+expand_kernel._impl = expanded
+"""
+
+
 @pytest.mark.nightly
-def test_speculation_that_draws_wrong_tokens_is_refused(tmp_path: Path) -> None:
-    """vLLM's n-gram speculation on a CPU; a later vLLM may sample correctly, and the run is then admitted."""
-    made = launch(tmp_path / "out", *SMALL, "max_steps=2", SPECULATION)
-    found = verdicts(made)
-    assert (made.code, found[ROW]) in {(1, "failed"), (0, "ok")}
+def test_speculation_is_admitted_if_its_samples_are_right(tmp_path: Path) -> None:
+    """The draft model is the start of the student, which it leaves."""
+    config = "{model: examples/demo/models/student, num_speculative_tokens: 3}"
+    for number, written in enumerate(("{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 2}", config)):
+        made = launch(
+            tmp_path / str(number),
+            *SMALL,
+            "teacher_preflight=false",
+            "max_steps=3",
+            "async_generation_ratio=1",
+            SPECULATION + written,
+        )
+        assert made.code == 0 and set(verdicts(made).values()) == {"ok"}, made.output[-3000:]
+        for row in made.rows("metrics.jsonl")[1:]:
+            assert abs(row["rollout/engine/z"]) < 5
+            assert 0 < row.get("rollout/draft_acceptance", 0.5) < 1  # none if the last step generated nothing
+        assert sum(row.get("rollout/drafted_tokens", 0) for row in made.rows("metrics.jsonl")) > 500
+
+
+@pytest.mark.nightly
+def test_speculation_that_draws_wrong_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong_drafts.py").write_text(WRONG_DRAFTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    made = launch(
+        tmp_path / "out",
+        *(
+            *SMALL,
+            "teacher_preflight=false",
+            "max_steps=2",
+            SPECULATION + "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 2}",
+        ),
+        "+student_infer.strategy_args.strategy_config.worker_extension_cls=wrong_drafts.WrongDrafts",
+    )
+    assert made.code == 1 and "failed" in verdicts(made).values()
+    assert [row["step"] for row in made.rows("metrics.jsonl")] == [0] and "speculative_config" in made.output

@@ -160,12 +160,15 @@ def _prepare_cores() -> None:
     from vllm.triton_utils import dispatcher
     from vllm.v1.engine import core
 
+    from roll_opd.inference.cpu_kernels import expands_all_types
+
     configure_logging_if_needed(LoggingConfig())
     vars(core)["configure_logging"] = configure_logging_if_needed  # the original iterates over all loggers
 
     of_vllm = {name: module for name, module in sys.modules.items() if name.startswith("vllm")}
     patched: Any = dispatcher
     patched.sys = SimpleNamespace(modules=of_vllm)
+    expands_all_types()
     try:
         current_platform.register_triton_kernel_overrides()
     finally:

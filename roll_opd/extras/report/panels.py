@@ -14,6 +14,7 @@ from roll_opd.extras.report.text import limited, rounded
 from roll_opd.tracking.reward_metrics import GRADED
 from roll_opd.tracking.summary import (
     ACCURACY,
+    DRAFT_ACCEPTANCE,
     FAILED_RATE,
     LOSS,
     OF_TEACHER,
@@ -122,6 +123,12 @@ PANELS = (
         "Response length",
         "Mean number of tokens in the student's responses.",
         (("tokens/response_length/mean", "training"), ("val/response_length/mean", "validation")),
+    ),
+    Panel(
+        "Accepted drafts",
+        "Fraction of the tokens proposed by speculation that are part of responses.",
+        ((DRAFT_ACCEPTANCE, "drafts"),),
+        "up",
     ),
     Panel("Value loss", "Loss of the critic.", (("critic/loss", "critic"),), "down"),
     Panel(
