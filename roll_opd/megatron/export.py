@@ -15,7 +15,7 @@ from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model_builder import unwrapped
 from roll_opd.megatron.weights.fused_experts import as_stored
 from roll_opd.megatron.weights.source import FileSource
-from roll_opd.megatron.weights.stream import Shapes
+from roll_opd.megatron.weights.sync_plan import Reach, SyncPlan
 from roll_opd.models import adapter_files
 from roll_opd.models.device_phases import Part
 from roll_opd.models.model_files import with_dtype
@@ -29,33 +29,37 @@ FILE_BYTES = 5 * 10**9
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", "readme.md")
 
 
-def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) on rank 0, and nothing on other ranks.
+def sync_plan(engine: MegatronEngine) -> SyncPlan:
+    """Return the plan of an engine's full weights, with adapters merged. Collective."""
+    return engine.weights.sync_plan([unwrapped(chunk) for chunk in engine.chunks])
+
+
+def hf_tensors(
+    engine: MegatronEngine, plan: SyncPlan | None = None, reach: Reach = Reach.FIRST
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, full tensor) on the ranks of `reach`, and nothing on other ranks.
 
     Collective: every rank must iterate to the end. Adapters are merged into the weights.
+
+    `plan`: result of `sync_plan`, if the caller has one. It holds as long as the dtypes of the parameters.
     """
     engine.memory.check("export its weights", Part.WEIGHTS)
     engine.wait_for_weights()
-    return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks])
-
-
-def hf_tensors_on_all_ranks(engine: MegatronEngine, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) on every rank. Collective.
-
-    `shapes` has the shapes of all tensors.
-    """
-    engine.wait_for_weights()
-    return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks], shapes)
+    return _present((plan or sync_plan(engine)).tensors(reach))
 
 
 def weight_buckets(
-    engine: MegatronEngine, memories: Sequence[BucketMemory], model_dtype: torch.dtype, limit: int = BUCKET_BYTES
+    engine: MegatronEngine,
+    memories: Sequence[BucketMemory],
+    model_dtype: torch.dtype,
+    limit: int = BUCKET_BYTES,
+    plan: SyncPlan | None = None,
 ) -> Iterator[tuple[BucketMemory, bool]]:
     """Yield the weights in buckets (see `bucketed`) on rank 0, and nothing on other ranks.
 
-    Collective: every rank must iterate to the end.
+    Collective: every rank must iterate to the end. `plan`: as for `hf_tensors`.
     """
-    return bucketed(hf_tensors(engine), memories, model_dtype, limit)
+    return bucketed(hf_tensors(engine, plan), memories, model_dtype, limit)
 
 
 def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False) -> Written:
@@ -68,7 +72,8 @@ def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False
     assert adapters is not None
     engine.memory.check("export its adapters", Part.WEIGHTS)
     engine.wait_for_weights()
-    state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in adapters.tensors()}
+    matrices = _present(adapters.sync_plan().tensors(Reach.FIRST))
+    state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in matrices}
     plan = adapters.plan
     config = adapter_files.adapter_config(engine.plan.model.path, plan.rank, plan.alpha, plan.targets)
 
@@ -103,6 +108,10 @@ def save_hf(
     bundles: Iterable[Bundle] = _bundles(engine, FILE_BYTES)
     write = partial(_write_hf, Path(engine.plan.model.path), directory, list(bundles) if later else bundles, amended)
     return write if later else partial(list, write())
+
+
+def _present(tensors: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in tensors if tensor is not None)
 
 
 def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:

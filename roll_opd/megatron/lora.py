@@ -30,8 +30,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from roll_opd.config.plan import LoraPlan
+from roll_opd.megatron.parallel import tensor_rank
 from roll_opd.megatron.weights.source import TensorSource
-from roll_opd.megatron.weights.stream import ParameterShard, gather_to_rank_0, tensor_rank
+from roll_opd.megatron.weights.sync_plan import ParameterShard, SyncPlan
 from roll_opd.megatron.weights.tensor_slices import Replicated, SliceSizes, Split, TensorSlice
 from roll_opd.models.adapter_files import module_of, tensor_name
 
@@ -196,18 +197,15 @@ class Adapters:
             for matrix in "AB":
                 self._fill(pair, matrix, TensorSource(tensors))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in `peft`, full matrix) for A and B of all adapters. Collective.
-
-        Only rank 0 yields tensors.
-        """
+    def sync_plan(self) -> SyncPlan:
+        """Return the plan of the full matrices A and B of all adapters, with their names in `peft`. Collective."""
         shards = []
         for pair in self._pairs():
             for matrix, slicing in pair.slicings.items():
                 value = getattr(pair, matrix)
                 shard = ParameterShard(((tensor_name(pair.name, matrix),),), slicing, value.shape, value.dtype)
                 shards.append((shard, lambda value=value: value))
-        return gather_to_rank_0(shards, self._sizes)
+        return SyncPlan(shards, self._sizes)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -36,13 +36,13 @@ from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.local_layers import pieces_of
 from roll_opd.megatron.lora import Adapters
 from roll_opd.megatron.packing import PackedBatch
+from roll_opd.megatron.parallel import tensor_rank
 from roll_opd.megatron.rotary import angles, partial_factor, rotary_frequencies, scores_scaled
 from roll_opd.megatron.router import RouterLosses, RouterReplayState
 from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.megatron.weights.fused_experts import expert_source
 from roll_opd.megatron.weights.model_weights import ModelWeights
 from roll_opd.megatron.weights.source import FileSource
-from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import Pieces

@@ -114,6 +114,17 @@ def context_rank() -> ContextRank:
     return ContextRank(dist.get_rank(group), dist.get_world_size(group), group)
 
 
+def tensor_rank(*, expert: bool = False) -> tuple[int, int]:
+    """Return (rank, size) in the tensor-parallel group.
+
+    With `expert`, the expert-tensor-parallel group is used instead.
+    """
+    if expert:
+        group = parallel_state.get_expert_tensor_parallel_group()
+        return dist.get_rank(group), dist.get_world_size(group)
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
 def writer_group() -> dist.ProcessGroup:
     """Return a gloo group of all ranks for background writers. The first call is collective."""
     global _writers

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from roll_opd.megatron.local_layers import pieces_of
 from roll_opd.megatron.packing import PackedSequences
-from roll_opd.megatron.weights.stream import tensor_rank
+from roll_opd.megatron.parallel import tensor_rank
 from roll_opd.samples.micro_batches import ROUTER_LOSSES
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

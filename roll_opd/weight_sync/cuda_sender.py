@@ -7,7 +7,7 @@ this module imports vLLM.
 import math
 import pickle
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from roll_opd.inference.plugin import CUDA_IPC
-from roll_opd.megatron.export import hf_tensors, hf_tensors_on_all_ranks
+from roll_opd.megatron.weights.sync_plan import Reach, SyncPlan
 from roll_opd.models.engine_options import DTYPE_NAMES
 from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
@@ -31,19 +31,27 @@ class CudaSender:
     """Sends the student's weights to all engines. All methods are collective over the student's ranks."""
 
     def __init__(
-        self, backend: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
+        self,
+        backend: str,
+        engine: Any,
+        plan: SyncPlan,
+        engines: Sequence[ray.actor.ActorHandle],
+        engine_ranks: int,
+        dtype: str,
     ) -> None:
         """Connect this rank of the student to the engines.
 
         Args:
             backend: CUDA IPC or NCCL (see `choose_backend`).
             engine: training engine of the student.
+            plan: plan of the student's weights.
             engines: handles of the `RolloutWorker` actors.
             engine_ranks: number of devices per inference engine.
             dtype: dtype of the model in the inference engines.
         """
         uses_ipc = backend == CUDA_IPC
-        source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
+        reach = Reach.ALL if uses_ipc else Reach.FIRST
+        source = StudentSource(engine, plan, DTYPES[DTYPE_NAMES[dtype]], reach)
         self._engines = WeightSyncClient(engines, engine_ranks, source, sends_handles=uses_ipc)
         info: TrainerInitInfo
         if uses_ipc:
@@ -71,35 +79,43 @@ class CudaSender:
 
 
 class StudentSource(WeightSource):
-    """The student's full weights with Hugging Face names, on rank 0 only or on every rank."""
+    """The student's full weights with Hugging Face names, on the ranks of a reach."""
 
-    def __init__(self, engine: Any, model_dtype: torch.dtype, *, everywhere: bool) -> None:
-        self._engine, self._model_dtype, self._everywhere = engine, model_dtype, everywhere
-        self._metadata: list[ParamMeta] = []
+    def __init__(self, engine: Any, plan: SyncPlan, model_dtype: torch.dtype, reach: Reach) -> None:
+        self._engine, self._plan, self._model_dtype, self._reach = engine, plan, model_dtype, reach
         self.entries: list[dict[str, Any]] = []  # entries of the last update, on rank 0
 
     def metadata(self) -> list[ParamMeta]:
-        """Return the names, dtypes and shapes of all weights, in the order of sending.
+        """Return the names, dtypes and shapes of all weights, in the order of sending. Every rank has the same."""
+        return [ParamMeta(full.name, full.dtype, full.shape) for group in self._plan.groups for full in group]
 
-        The result is the same on every rank. The first call is collective.
-        """
-        if not self._metadata:
-            found = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in hf_tensors(self._engine)]
-            box = [found]
-            dist.broadcast_object_list(box, 0)
-            self._metadata = box[0]
-        return self._metadata
+    def held_names(self) -> Collection[str] | None:
+        """Return the names of the weights of this rank's stage and experts; None if each weight goes to each reader."""
+        return self._plan.held_names() if self._reach is Reach.STAGE else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) for each weight. Collective: every rank must iterate to the end."""
-        self.entries = []
-        tensors = hf_tensors(self._engine)
-        if self._everywhere:
-            tensors = hf_tensors_on_all_ranks(self._engine, {m.name: (m.dtype, m.shape) for m in self.metadata()})
+        self._begin()
+        tensors: Iterator[Any] = self._plan.tensors(self._reach)
         for name, tensor in tensors:
-            if dist.get_rank() == 0:
-                self.entries.append(entry_of(name, tensor, self._model_dtype))
+            self._record([(name, tensor)])
             yield name, tensor
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
+        """Yield the weights of one layer after the other, as (names, full tensors). Collective like `__iter__`."""
+        self._begin()
+        batches: Iterator[Any] = self._plan.batches(self._reach)
+        for batch in batches:
+            self._record(batch)
+            yield [name for name, _ in batch], [tensor for _, tensor in batch]
+
+    def _begin(self) -> None:
+        self.entries = []
+        self._engine.wait_for_weights()
+
+    def _record(self, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+        if dist.get_rank() == 0:
+            self.entries += [entry_of(name, t, self._model_dtype) for name, t in tensors if t is not None]
 
 
 class WeightSyncClient:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -289,7 +290,7 @@ class TrainWorker(TrainableRank, BucketWriter):
         if self._sender is None:
             from roll_opd.weight_sync.cuda_sender import CudaSender
 
-            self._sender = CudaSender(backend, self._engine, engines, engine_ranks, dtype)
+            self._sender = CudaSender(backend, self._engine, self._sync_plan, engines, engine_ranks, dtype)
         self._sender.send(version)
 
     @needs(WEIGHTS)
@@ -297,7 +298,14 @@ class TrainWorker(TrainableRank, BucketWriter):
         """See `BucketWriter.begin_writing`."""
         from roll_opd.megatron.export import weight_buckets
 
-        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]])
+        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]], plan=self._sync_plan)
+
+    @cached_property
+    def _sync_plan(self) -> Any:
+        """Plan of this student's weights. The first access is collective."""
+        from roll_opd.megatron.export import sync_plan
+
+        return sync_plan(self._engine)
 
 
 def _with_new_columns(result: TrainResult, samples: Sequence[Sample]) -> Compact:

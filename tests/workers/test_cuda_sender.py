@@ -15,9 +15,11 @@ CALLED = ("init_weight_transfer_engine", "start_weight_update", "update_weights"
 def test_engines_are_what_vllms_senders_call() -> None:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
+    from roll_opd.megatron.weights.sync_plan import Reach
     from roll_opd.weight_sync.cuda_sender import StudentSource, WeightSyncClient
 
-    client: Any = WeightSyncClient([], 1, StudentSource(None, torch.float32, everywhere=False), sends_handles=False)
+    source = StudentSource(None, Any, torch.float32, Reach.FIRST)
+    client: Any = WeightSyncClient([], 1, source, sends_handles=False)
     assert isinstance(client, VLLMWeightSyncClient)
     for name in CALLED:
         wanted, found = (inspect.signature(getattr(kind, name)) for kind in (VLLMWeightSyncClient, WeightSyncClient))
@@ -33,8 +35,9 @@ def test_the_student_is_a_source_as_vllm_declares_it() -> None:
     from roll_opd.weight_sync.cuda_sender import StudentSource
 
     assert issubclass(StudentSource, WeightSource) and not inspect.isabstract(StudentSource)
-    wanted, found = (inspect.signature(kind.metadata) for kind in (WeightSource, StudentSource))
-    assert list(found.parameters) == list(wanted.parameters)
+    for method in ("metadata", "held_names", "groups", "iter_groups"):
+        wanted, found = (inspect.signature(getattr(kind, method)) for kind in (WeightSource, StudentSource))
+        assert list(found.parameters) == list(wanted.parameters), method
     assert list(inspect.signature(WeightTransferTrainerFactory.trainer_init).parameters) == [
         "init_info",
         "client",
@@ -42,6 +45,40 @@ def test_the_student_is_a_source_as_vllm_declares_it() -> None:
     ]
     assert {IPCTrainerInitInfo.backend, NCCLTrainerInitInfo.backend} == {"ipc", "nccl"}
     assert IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=1).is_sender
+
+
+@pytest.mark.parametrize("limit", [1, 2**40])
+def test_groups_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Two stages with two parts of the model each; experts on two ranks, and a router in another dtype."""
+    from vllm.distributed.weight_transfer.base import layerwise_groups
+
+    from roll_opd.megatron.weights import sync_plan
+    from roll_opd.megatron.weights.tensor_slices import Replicated
+
+    def shards(*names: str | tuple[str, str]) -> list[sync_plan.ParameterShard]:
+        of_ranks = [((name,),) if isinstance(name, str) else tuple((one,) for one in name) for name in names]
+        dtypes = [torch.float32 if "router" in str(name) else torch.bfloat16 for name in names]
+        return [
+            sync_plan.ParameterShard(of, Replicated(), torch.Size([2, 3]), dtype, len(of) > 1)
+            for of, dtype in zip(of_ranks, dtypes, strict=True)
+        ]
+
+    def layers(*numbers: int) -> list[str | tuple[str, str]]:
+        of = "model.layers.{}.".format
+        experts = {n: (of(n) + "mlp.experts.0.up", of(n) + "mlp.experts.2.up") for n in numbers}
+        return [name for n in numbers for name in (of(n) + "norm", of(n) + "mlp.router", experts[n], of(n) + "o")]
+
+    monkeypatch.setattr(sync_plan, "CHUNK_BYTES", limit)
+    stages = [
+        shards("model.embed_tokens.weight", *layers(0, 1, 10, 11)),
+        shards(*layers(4, 5, 14, 15), "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"),
+    ]
+    groups = sync_plan.grouped(stages, 2, 4)
+    names = [[n for c in group for s in c.shards.values() for one in s.names for n in one] for group in groups]
+    assert names == layerwise_groups([name for group in names for name in group]) and len(names) == 10
+    assert sum(map(len, names)) == len({name for group in names for name in group}) == 8 * 5 + 3
+    assert {len(group) for group in groups[1:-1]} == ({4} if limit == 1 else {3})
+    assert all(stages[chunk.kind.stage][n] is s for group in groups for chunk in group for n, s in chunk.shards.items())
 
 
 @pytest.mark.parametrize(("engines", "ranks"), [(1, 1), (3, 1), (2, 4)])

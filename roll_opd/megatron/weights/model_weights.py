@@ -16,15 +16,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, module_name
+from roll_opd.megatron.parallel import tensor_rank
 from roll_opd.megatron.weights.source import FileSource, TensorSource
-from roll_opd.megatron.weights.stream import (
-    ParameterShard,
-    Shapes,
-    gather_to_all_ranks,
-    gather_to_rank_0,
-    peers_of_expert,
-    tensor_rank,
-)
+from roll_opd.megatron.weights.sync_plan import ParameterShard, SyncPlan
 from roll_opd.megatron.weights.tensor_slices import DELTA_SLICINGS, TENSOR_SLICINGS, SliceSizes, SliceSource
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import Entry, layer_entries
@@ -115,25 +109,16 @@ class ModelWeights:
         rank, ranks = tensor_rank(expert=entry.is_expert)
         return SLICINGS[entry.slicing].read(source, self.names_at(place), rank, ranks, self.sizes)
 
-    def whole_tensors(
-        self, models: Sequence[torch.nn.Module], everywhere: Shapes | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) on rank 0. Collective: every rank must iterate to the end.
-
-        Adapters are merged. A tensor may share memory with its parameter.
-
-        `everywhere`: shapes of all tensors. If it is given, every rank yields the tensors, otherwise only rank 0.
-        """
+    def sync_plan(self, models: Sequence[torch.nn.Module]) -> SyncPlan:
+        """Return the plan of the full tensors of this model, with adapters merged. Collective."""
         shards = []
         for place, module, parameter in parameters_of(models):
             entry = self._entry(place)
-            experts = [None] if place.expert is None else peers_of_expert(place.expert, self.config)
+            experts = [None] if place.expert is None else _peers_of_expert(place.expert, self.config)
             names = tuple(entry.of(place.layer, expert) for expert in experts)
             shard = ParameterShard(names, SLICINGS[entry.slicing], parameter.shape, parameter.dtype, entry.is_expert)
             shards.append((shard, partial(with_adapter, module, parameter)))
-        return (
-            gather_to_all_ranks(shards, self.sizes, everywhere) if everywhere else gather_to_rank_0(shards, self.sizes)
-        )
+        return SyncPlan(shards, self.sizes)
 
     def linear_layers(
         self, models: Sequence[torch.nn.Module], targets: Collection[str], source: FileSource
@@ -219,6 +204,14 @@ def is_zeroed(name: str, tensor: Tensor) -> bool:
     rows = tensor.flatten(1) if tensor.dim() > 1 else tensor[None]
     sampled = rows[:: -(-len(rows) // SAMPLED_ROWS)].any(1)
     return 2 * int(sampled.sum()) <= len(sampled)
+
+
+def _peers_of_expert(expert: int, config: TransformerConfig) -> list[int]:
+    """Return, for each expert rank, the expert that has the same local index as `expert`."""
+    assert config.num_moe_experts
+    ranks = config.expert_model_parallel_size
+    each = config.num_moe_experts // ranks
+    return [expert % each + rank * each for rank in range(ranks)]
 
 
 def with_adapter(module: torch.nn.Module, parameter: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import megatron_data as data
 import megatron_layouts as layouts
 import numpy as np
+from megatron_jobs.followers import check_ways_out
 from megatron_layouts import EXPERT_MODELS
 from megatron_ranks import Job, held, record, save, saved, trainer_of, write_arrays, write_json
 from megatron_registry import jobs, operation
@@ -62,6 +63,8 @@ def experts(job: Job, root: Path) -> None:
             write_arrays(root / f"{job['name']}-{name}.npz", found)
         write_arrays(root / f"{job['name']}-lonely.npz", trainer.compute_logprobs([(np.arange(9), 3)], 1.0))
         save_hf(trainer, root / f"{job['name']}-start.hf")
+        if job["model"] == "qwen2_moe":  # with shared experts
+            check_ways_out(trainer)
         trainer.share_prefixes = False
     records = []
     for step in range(data.SAVED_AFTER if job["load"] else 0, data.UPDATES):

@@ -16,8 +16,9 @@ from torch import Tensor
 from roll_opd.config.plan import FollowingPlan, MicroBatchLimits, ModelPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.megatron.export import hf_tensors, hf_tensors_on_all_ranks, weight_buckets
+from roll_opd.megatron.export import hf_tensors, sync_plan, weight_buckets
 from roll_opd.megatron.follower import MegatronFollower
+from roll_opd.megatron.weights.sync_plan import Reach, SyncPlan
 from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 
 FOLLOW_LAYOUTS = ("tp1", "tp2sp", "pp2", "dp2", "tp2pp2")
@@ -42,14 +43,29 @@ def in_parts(follower: MegatronFollower, weights: Mapping[str, torch.Tensor], pa
             tensor.fill_(torch.nan)
 
 
+def check_plan(plan: SyncPlan, whole: Mapping[str, Tensor]) -> None:
+    """Check the plan, and the tensors that the ranks of each stage get, against all full tensors `whole`."""
+    assert [(t.name, t.dtype, t.shape) for group in plan.groups for t in group] == [
+        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()
+    ]
+    held, groups = plan.held_names(), [[tensor.name for tensor in group] for group in plan.groups]
+    batches = [dict(batch) for batch in plan.batches(Reach.STAGE)]
+    assert [list(batch) for batch in batches] == [group for group in groups if held & set(group)]
+    found = {name: tensor for batch in batches for name, tensor in batch.items() if tensor is not None}
+    assert found.keys() == held and all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    assert set().union(*everyone) == whole.keys()
+
+
 def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
-    """Check that the weights in buckets and on every rank equal the full tensors of rank 0."""
+    """Check that the weights in buckets, on every rank and in groups equal the full tensors of rank 0."""
+    plan = sync_plan(engine)
     whole = {name: tensor.clone() for name, tensor in hf_tensors(engine)}
-    box: list[Any] = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}]
-    dist.broadcast_object_list(box, 0)
-    everywhere = {name: tensor.clone() for name, tensor in hf_tensors_on_all_ranks(engine, box[0])}
+    everywhere = {name: tensor.clone() for name, tensor in hf_tensors(engine, plan, Reach.ALL)}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, everywhere)
+    check_plan(plan, everywhere)
     memories, arrived, lasts = [BucketMemory(), BucketMemory()], {}, []
     for memory, last in weight_buckets(engine, memories, torch.float32, limit):
         _, tensors = map_bucket(**memory.describe())
