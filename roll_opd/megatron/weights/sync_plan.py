@@ -8,9 +8,11 @@ tensor; the packed tensors are gathered on a stage, transferred to where they ar
 Legend: R ranks of a stage that have parts of a chunk's parameters, N values of a chunk on one rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -58,7 +60,7 @@ class FullTensor:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ShardKind:
     """What shards have in common that are gathered together."""
 
     stage: int
@@ -67,11 +69,26 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ShardChunk:
     """Shards of one group and kind that are gathered together."""
 
-    kind: Kind
-    shards: Mapping[int, ParameterShard]  # by their index in the stage's list of parameters
+    kind: ShardKind
+    numbers: Sequence[int]  # of each shard, its index in the stage's list of parameters
+    runs: Sequence[Sequence[ParameterShard]]  # the shards; those of a run have the same slicing and shape
+
+    @property
+    def shards(self) -> Iterator[ParameterShard]:
+        return chain.from_iterable(self.runs)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A chunk on its way to this rank, from it or past it."""
+
+    chunk: ShardChunk
+    own: Sequence[Tensor] = ()  # this rank's values, if it sends them; they must live until the work is done
+    packed_RN: Tensor | None = None  # where the values of all ranks arrive
+    work: Any = None  # the collective, unless this rank has all values
 
 
 Parameters = Sequence[tuple[ParameterShard, Callable[[], Tensor]]]  # a rank's shards, and functions that return them
@@ -106,100 +123,121 @@ class SyncPlan:
             for group in self._groups
             for chunk in group
             if chunk.kind.stage == self._stage
-            for shard in chunk.shards.values()
+            for shard in chunk.shards
             for name in shard.names[_first_expert_rank(chunk.kind, Reach.STAGE)]
         }
 
     def tensors(self, reach: Reach) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, full tensor) in the order of `groups`. Collective: every rank must iterate to the end.
 
-        Ranks outside of `reach` yield nothing. At most two chunks are in memory. A tensor may share memory with its
-        parameter or with other tensors.
+        Ranks outside of `reach` yield nothing. Two chunks are in memory: the next one arrives while the caller reads
+        one. A tensor may share memory with its parameter or with other tensors.
         """
-        return (pair for group in self._groups for chunk in group for pair in self._gathered(chunk, reach))
+        return (pair for _, named in self._chunks(reach) for pair in named)
 
     def batches(self, reach: Reach) -> Iterator[Named]:
-        """Yield the tensors of each group, as `tensors` does. At most two groups and a chunk are in memory."""
-        for group in self._groups:
-            if found := [pair for chunk in group for pair in self._gathered(chunk, reach)]:
+        """Yield the tensors of each group, as `tensors` does. One group and two chunks are in memory."""
+        for _, chunks in groupby(self._chunks(reach), itemgetter(0)):
+            if found := [pair for _, named in chunks for pair in named]:
                 yield found
 
-    def _full(self, chunk: Chunk) -> Iterator[FullTensor]:
+    def _full(self, chunk: ShardChunk) -> Iterator[FullTensor]:
         """Yield the full tensors of a chunk. Their shapes are found by joining parts without values."""
-        shapes: dict[Any, list[torch.Size]] = {}
         ranks = tensor_rank(expert=chunk.kind.is_expert)[1]
-        for shard in chunk.shards.values():
-            kind = shard.slicing, shard.shape
-            if kind not in shapes:
-                joined = shard.slicing.join([torch.empty(shard.shape, device="meta")] * ranks, self._sizes)
-                shapes[kind] = [tensor.shape for tensor in joined]
-            for names in shard.names:
-                for name, shape in zip(names, shapes[kind], strict=True):
-                    yield FullTensor(name, shard.dtype, tuple(shape))
+        for run in chunk.runs:
+            parts = [torch.empty(run[0].shape, device="meta")] * ranks
+            shapes = [tuple(tensor.shape) for tensor in run[0].slicing.join(parts, self._sizes)]
+            for names in (names for shard in run for names in shard.names):
+                for name, shape in zip(names, shapes, strict=True):
+                    yield FullTensor(name, chunk.kind.dtype, shape)
 
-    def _gathered(self, chunk: Chunk, reach: Reach) -> Named:
+    def _chunks(self, reach: Reach) -> Iterator[tuple[int, Named]]:
+        """Yield (index of the group, tensors of a chunk of it). The list is empty if they do not reach this rank."""
+        chunks = ((number, chunk) for number, group in enumerate(self._groups) for chunk in group)
+        present = None
+        for number, chunk in chunks:
+            following = number, self._start(chunk, reach)
+            if present:
+                yield present[0], self._finish(present[1], reach)
+            present = following
+        if present:
+            yield present[0], self._finish(present[1], reach)
+
+    def _start(self, chunk: ShardChunk, reach: Reach) -> Arrival:
+        """Start to gather a chunk in its stage; on rank 0, also to receive it from another stage."""
+        group, replica = _group_of(chunk.kind, reach)
+        if chunk.kind.stage != self._stage:
+            if reach is not Reach.FIRST or not self._is_first or self._stage != 0:
+                return Arrival(chunk)
+            packed_RN = self._empty(chunk, reach)
+            return Arrival(chunk, (), packed_RN, dist.irecv(packed_RN, group=_stages(), group_src=chunk.kind.stage))
+        if replica and reach is not Reach.STAGE:  # the first replica has the same values
+            return Arrival(chunk)
+        values = [self._values[number]().detach() for number in chunk.numbers]
+        if group.size() == 1:
+            return Arrival(chunk, values)
+        own_N = torch.cat([value.flatten() for value in values])
+        if reach is Reach.STAGE:
+            packed_RN = self._empty(chunk, reach)
+            work = dist.all_gather_into_tensor(packed_RN.view(-1), own_N, group=group, async_op=True)
+            return Arrival(chunk, [own_N], packed_RN, work)
+        into = self._empty(chunk, reach) if group.rank() == 0 else None
+        parts = None if into is None else list(into)
+        return Arrival(chunk, [own_N], into, dist.gather(own_N, parts, group=group, group_dst=0, async_op=True))
+
+    def _finish(self, arrival: Arrival, reach: Reach) -> Named:
         """Return the full tensors of a chunk; an empty list if they do not reach this rank."""
-        parts = self._parts(chunk, reach)
-        ranks, first = tensor_rank(expert=chunk.kind.is_expert)[1], _first_expert_rank(chunk.kind, reach)
-        if not parts:
+        chunk, packed_RN, stage = arrival.chunk, arrival.packed_RN, arrival.chunk.kind.stage
+        stays = reach is Reach.STAGE or (reach is Reach.FIRST and stage == 0) or dist.get_world_size() == 1
+        if arrival.work:
+            arrival.work.wait()
+        elif arrival.own and stays:
+            runs = [([shard], [value[None]]) for shard, value in zip(chunk.shards, arrival.own, strict=True)]
+            return self._joined(runs, chunk.kind, reach)
+        elif arrival.own:
+            packed_RN = torch.cat([value.flatten() for value in arrival.own])[None]
+        if reach is Reach.ALL and not stays:
+            packed_RN = self._empty(chunk, reach) if packed_RN is None else packed_RN
+            dist.broadcast(packed_RN, self._first_ranks[stage])
+        elif packed_RN is not None and not stays and stage == self._stage:
+            dist.send(packed_RN, group=_stages(), group_dst=0)
             return []
+        if packed_RN is None:
+            return []
+        pieces = packed_RN.split([len(run) * run[0].shape.numel() for run in chunk.runs], 1)
+        parts = [
+            piece.view(-1, len(run), *run[0].shape).unbind() for run, piece in zip(chunk.runs, pieces, strict=True)
+        ]
+        return self._joined(zip(chunk.runs, parts, strict=True), chunk.kind, reach)
+
+    def _joined(
+        self, runs: Iterable[tuple[Sequence[ParameterShard], Sequence[Tensor]]], kind: ShardKind, reach: Reach
+    ) -> Named:
+        """Return the full tensors of runs of shards.
+
+        `runs`: shards, and for each rank with parts of them, its parts, stacked.
+        """
+        ranks, first = tensor_rank(expert=kind.is_expert)[1], _first_expert_rank(kind, reach)
         found: Named = []
-        for shard, shard_parts in zip(chunk.shards.values(), parts, strict=True):
-            for expert_rank, names in enumerate(shard.names):
-                start = (expert_rank - first) * ranks
-                if 0 <= start < len(shard_parts):
-                    found += zip(
-                        names, shard.slicing.join(shard_parts[start : start + ranks], self._sizes), strict=True
-                    )
-                else:
-                    found += ((name, None) for name in names)
+        for run, parts in runs:
+            tensors = [
+                _join(run[0].slicing, parts[start : start + ranks], self._sizes)
+                for start in range(0, len(parts), ranks)
+            ]
+            for number, shard in enumerate(run):
+                for expert_rank, names in enumerate(shard.names):
+                    here = 0 <= expert_rank - first < len(tensors)
+                    one = tensors[expert_rank - first][number] if here else [None] * len(names)
+                    found += zip(names, one, strict=True)
         return found
 
-    def _parts(self, chunk: Chunk, reach: Reach) -> list[Sequence[Tensor]]:
-        """Return the parts of each shard of a chunk; an empty list if they do not reach this rank."""
-        in_stage = reach is Reach.STAGE
-        group, replica = _group_of(chunk.kind, reach)
-        has_parts = chunk.kind.stage == self._stage and (in_stage or replica == 0)  # other replicas have the same
-        stays = in_stage or (reach is Reach.FIRST and chunk.kind.stage == 0) or dist.get_world_size() == 1
-        values = [self._values[number]().detach() for number in chunk.shards] if has_parts else []
-        if stays and group.size() == 1:
-            return [[value] for value in values]
-        packed_RN = (
-            _gather(torch.cat([value.flatten() for value in values]), group, everywhere=in_stage) if values else None
-        )
-        del values
-        if not stays:
-            packed_RN = self._transfer(packed_RN, chunk, reach, group.size())
-        if packed_RN is None:
-            return []
-        pieces = packed_RN.split([shard.shape.numel() for shard in chunk.shards.values()], 1)
-        return [
-            piece.view(-1, *shard.shape).unbind() for piece, shard in zip(pieces, chunk.shards.values(), strict=True)
-        ]
-
-    def _transfer(self, packed_RN: Tensor | None, chunk: Chunk, reach: Reach, ranks: int) -> Tensor | None:
-        """Send a chunk from the first rank of its stage to rank 0 or to all ranks.
-
-        Returns the chunk on the ranks that receive it, and None on others. `ranks`: R
-        """
-        receives = packed_RN is None and (reach is Reach.ALL or (self._is_first and self._stage == 0))
-        if receives:
-            length = sum(shard.shape.numel() for shard in chunk.shards.values())
-            packed_RN = torch.empty(ranks, length, dtype=chunk.kind.dtype, device=torch.cuda.current_device())
-        if packed_RN is None:
-            return None
-        if reach is Reach.ALL:
-            dist.broadcast(packed_RN, self._first_ranks[chunk.kind.stage])
-            return packed_RN
-        stages = parallel_state.get_pipeline_model_parallel_group()
-        if receives:
-            dist.recv(packed_RN, group=stages, group_src=chunk.kind.stage)
-            return packed_RN
-        dist.send(packed_RN, group=stages, group_dst=0)
-        return None
+    def _empty(self, chunk: ShardChunk, reach: Reach) -> Tensor:
+        """Return memory for the packed values of all ranks that have parts of a chunk."""
+        ranks, length = _group_of(chunk.kind, reach)[0].size(), sum(shard.shape.numel() for shard in chunk.shards)
+        return torch.empty(ranks, length, dtype=chunk.kind.dtype, device=torch.cuda.current_device())
 
 
-def grouped(stages: Sequence[Sequence[ParameterShard]], ranks: int, expert_ranks: int) -> list[list[Chunk]]:
+def grouped(stages: Sequence[Sequence[ParameterShard]], ranks: int, expert_ranks: int) -> list[list[ShardChunk]]:
     """Return the groups of all stages' shards, each divided into chunks.
 
     Args:
@@ -207,7 +245,7 @@ def grouped(stages: Sequence[Sequence[ParameterShard]], ranks: int, expert_ranks
         ranks: number of ranks over which a parameter is split.
         expert_ranks: number of ranks over which the experts are split.
     """
-    groups: dict[int, dict[Kind, dict[int, ParameterShard]]] = {}
+    groups: dict[int, dict[ShardKind, list[tuple[int, ParameterShard]]]] = {}
     seen: set[str] = set()
     outside = BEFORE_LAYERS
     for stage, shards in enumerate(stages):
@@ -219,48 +257,53 @@ def grouped(stages: Sequence[Sequence[ParameterShard]], ranks: int, expert_ranks
             layer = next((int(part) for part in name.split(".") if part.isdigit()), outside)
             if layer != BEFORE_LAYERS:
                 outside = AFTER_LAYERS
-            kind = Kind(stage, shard.is_expert, shard.dtype)
-            groups.setdefault(layer, {}).setdefault(kind, {})[number] = shard
+            kind = ShardKind(stage, shard.is_expert, shard.dtype)
+            groups.setdefault(layer, {}).setdefault(kind, []).append((number, shard))
     return [
         [
             chunk
-            for kind, shards in groups[layer].items()
-            for chunk in _chunks(kind, shards, expert_ranks if kind.is_expert else ranks)
+            for kind, members in groups[layer].items()
+            for chunk in _divided(kind, members, expert_ranks if kind.is_expert else ranks)
         ]
         for layer in sorted(groups)
     ]
 
 
-def _chunks(kind: Kind, shards: Mapping[int, ParameterShard], ranks: int) -> Iterator[Chunk]:
-    """Divide the shards of one kind of a group into chunks of at most `CHUNK_BYTES`."""
-    held: dict[int, ParameterShard] = {}
+def _divided(kind: ShardKind, members: Sequence[tuple[int, ParameterShard]], ranks: int) -> Iterator[ShardChunk]:
+    """Divide the shards of a group into chunks of at most `CHUNK_BYTES`. `members`: index and shard of a parameter."""
+    alike: dict[Any, list[tuple[int, ParameterShard]]] = {}
+    for member in members:
+        alike.setdefault(_join_of(member[1]), []).append(member)
+    held: list[tuple[int, ParameterShard]] = []
     size = 0
-    for number, shard in shards.items():
+    for number, shard in chain.from_iterable(alike.values()):
         more = ranks * shard.shape.numel() * kind.dtype.itemsize
         if held and size + more > CHUNK_BYTES:
-            yield Chunk(kind, held)
-            held, size = {}, 0
-        held[number] = shard
+            yield _chunk(kind, held)
+            held, size = [], 0
+        held.append((number, shard))
         size += more
-    yield Chunk(kind, held)
+    yield _chunk(kind, held)
 
 
-def _gather(own_N: Tensor, group: dist.ProcessGroup, *, everywhere: bool) -> Tensor | None:
-    """Gather the packed shards of all ranks of a group on its first rank, or on each: [R, N], None elsewhere."""
-    if group.size() == 1:
-        return own_N[None]
-    if not everywhere and group.rank():
-        dist.gather(own_N, group=group, group_dst=0)
-        return None
-    packed_RN = own_N.new_empty(group.size(), len(own_N))
-    if everywhere:
-        dist.all_gather_into_tensor(packed_RN.view(-1), own_N, group=group)
-    else:
-        dist.gather(own_N, list(packed_RN), group=group, group_dst=0)
-    return packed_RN
+def _chunk(kind: ShardKind, members: Sequence[tuple[int, ParameterShard]]) -> ShardChunk:
+    runs = [list(run) for _, run in groupby((shard for _, shard in members), _join_of)]
+    return ShardChunk(kind, [number for number, _ in members], runs)
 
 
-def _group_of(kind: Kind, reach: Reach) -> tuple[dist.ProcessGroup, int]:
+def _join_of(shard: ParameterShard) -> tuple[TensorSlice, torch.Size]:
+    return shard.slicing, shard.shape
+
+
+def _join(slicing: TensorSlice, parts: Sequence[Tensor], sizes: SliceSizes) -> list[Sequence[Tensor]]:
+    """Return the full tensors of each shard of a run. `parts`: for each rank, the stacked parts."""
+    if len(parts[0]) == 1:
+        return [slicing.join([part[0] for part in parts], sizes)]
+    joined = torch.vmap(lambda *shards: tuple(slicing.join(shards, sizes)))(*parts)
+    return list(zip(*(tensors.unbind() for tensors in joined), strict=True))
+
+
+def _group_of(kind: ShardKind, reach: Reach) -> tuple[dist.ProcessGroup, int]:
     """Return the ranks that gather shards of a kind, and the number of this rank's replica of its stage."""
     if not kind.is_expert:
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -271,7 +314,11 @@ def _group_of(kind: Kind, reach: Reach) -> tuple[dist.ProcessGroup, int]:
     return group, parallel_state.get_expert_data_parallel_rank()
 
 
-def _first_expert_rank(kind: Kind, reach: Reach) -> int:
+def _first_expert_rank(kind: ShardKind, reach: Reach) -> int:
     """Return the first of the expert ranks whose parts are gathered."""
     in_stage = kind.is_expert and reach is Reach.STAGE
     return parallel_state.get_expert_model_parallel_rank() if in_stage else 0
+
+
+def _stages() -> dist.ProcessGroup:
+    return parallel_state.get_pipeline_model_parallel_group()
