@@ -89,7 +89,7 @@ def measure(case: str, rounds: int, earlier: Path | None, result: Path) -> None:
 
     from roll_opd.config.plan import Layout
     from roll_opd.megatron import parallel
-    from roll_opd.megatron.weights.sync_plan import Reach, SyncPlan
+    from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan
     from roll_opd.megatron.weights.tensor_slices import SliceSizes
 
     sizes, layout = CASES[case]
@@ -104,9 +104,9 @@ def measure(case: str, rounds: int, earlier: Path | None, result: Path) -> None:
     whole = torch.zeros(size, dtype=torch.uint8)
     ways: dict[str, Callable[[], Any]] = {
         "broadcast": lambda: dist.broadcast(whole, 0),
-        "to rank 0": lambda: exhaust(plan.tensors(Reach.FIRST)),
-        "to all ranks": lambda: exhaust(plan.tensors(Reach.ALL)),
-        "within stages": lambda: exhaust(plan.tensors(Reach.STAGE)),
+        "to rank 0": lambda: exhaust(plan.tensors(Receivers.FIRST)),
+        "to all ranks": lambda: exhaust(plan.tensors(Receivers.ALL)),
+        "within stages": lambda: exhaust(plan.tensors(Receivers.STAGE)),
     }
     if earlier:
         spec = importlib.util.spec_from_file_location("earlier", earlier)
@@ -116,7 +116,7 @@ def measure(case: str, rounds: int, earlier: Path | None, result: Path) -> None:
         spec.loader.exec_module(module)
         ways["earlier, to rank 0"] = lambda: exhaust(module.gather_to_rank_0(parameters, heads))
         ways["earlier, to all ranks"] = lambda: exhaust(module.gather_to_all_ranks(parameters, heads, full))
-        check_same(dict(plan.tensors(Reach.FIRST)), module.gather_to_rank_0(parameters, heads))
+        check_same(dict(plan.tensors(Receivers.FIRST)), module.gather_to_rank_0(parameters, heads))
     seconds: dict[str, list[float]] = {what: [] for what in ways}
     calls = {what: count(way) for what, way in ways.items()}
     for _ in range(rounds):

@@ -15,7 +15,7 @@ from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model_builder import unwrapped
 from roll_opd.megatron.weights.fused_experts import as_stored
 from roll_opd.megatron.weights.source import FileSource
-from roll_opd.megatron.weights.sync_plan import Reach, SyncPlan
+from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan
 from roll_opd.models import adapter_files
 from roll_opd.models.device_phases import Part
 from roll_opd.models.model_files import with_dtype
@@ -35,9 +35,9 @@ def sync_plan(engine: MegatronEngine) -> SyncPlan:
 
 
 def hf_tensors(
-    engine: MegatronEngine, plan: SyncPlan | None = None, reach: Reach = Reach.FIRST
+    engine: MegatronEngine, plan: SyncPlan | None = None, receivers: Receivers = Receivers.FIRST
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) on the ranks of `reach`, and nothing on other ranks.
+    """Yield (Hugging Face name, full tensor) on the receivers, and nothing on other ranks.
 
     Collective: every rank must iterate to the end. Adapters are merged into the weights.
 
@@ -45,7 +45,7 @@ def hf_tensors(
     """
     engine.memory.check("export its weights", Part.WEIGHTS)
     engine.wait_for_weights()
-    return _present((plan or sync_plan(engine)).tensors(reach))
+    return _present((plan or sync_plan(engine)).tensors(receivers))
 
 
 def weight_buckets(
@@ -72,7 +72,7 @@ def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False
     assert adapters is not None
     engine.memory.check("export its adapters", Part.WEIGHTS)
     engine.wait_for_weights()
-    matrices = _present(adapters.sync_plan().tensors(Reach.FIRST))
+    matrices = _present(adapters.sync_plan().tensors(Receivers.FIRST))
     state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in matrices}
     plan = adapters.plan
     config = adapter_files.adapter_config(engine.plan.model.path, plan.rank, plan.alpha, plan.targets)

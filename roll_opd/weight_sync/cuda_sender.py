@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from roll_opd.inference.plugin import CUDA_IPC
-from roll_opd.megatron.weights.sync_plan import Reach, SyncPlan
+from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan
 from roll_opd.models.engine_options import DTYPE_NAMES
 from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
@@ -50,8 +50,8 @@ class CudaSender:
             dtype: dtype of the model in the inference engines.
         """
         uses_ipc = backend == CUDA_IPC
-        reach = Reach.ALL if uses_ipc else Reach.FIRST
-        source = StudentSource(engine, plan, DTYPES[DTYPE_NAMES[dtype]], reach)
+        receivers = Receivers.ALL if uses_ipc else Receivers.FIRST
+        source = StudentSource(engine, plan, DTYPES[DTYPE_NAMES[dtype]], receivers)
         self._engines = WeightSyncClient(engines, engine_ranks, source, sends_handles=uses_ipc)
         info: TrainerInitInfo
         if uses_ipc:
@@ -79,10 +79,10 @@ class CudaSender:
 
 
 class StudentSource(WeightSource):
-    """The student's full weights with Hugging Face names, on the ranks of a reach."""
+    """The student's full weights with Hugging Face names, on all ranks that receive them."""
 
-    def __init__(self, engine: Any, plan: SyncPlan, model_dtype: torch.dtype, reach: Reach) -> None:
-        self._engine, self._plan, self._model_dtype, self._reach = engine, plan, model_dtype, reach
+    def __init__(self, engine: Any, plan: SyncPlan, model_dtype: torch.dtype, receivers: Receivers) -> None:
+        self._engine, self._plan, self._model_dtype, self._receivers = engine, plan, model_dtype, receivers
         self.entries: list[dict[str, Any]] = []  # entries of the last update, on rank 0
 
     def metadata(self) -> list[ParamMeta]:
@@ -91,12 +91,12 @@ class StudentSource(WeightSource):
 
     def held_names(self) -> Collection[str] | None:
         """Return the names of the weights of this rank's stage and experts; None if each weight goes to each reader."""
-        return self._plan.held_names() if self._reach is Reach.STAGE else None
+        return self._plan.held_names() if self._receivers is Receivers.STAGE else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) for each weight. Collective: every rank must iterate to the end."""
         self._begin()
-        tensors: Iterator[Any] = self._plan.tensors(self._reach)
+        tensors: Iterator[Any] = self._plan.tensors(self._receivers)
         for name, tensor in tensors:
             self._record([(name, tensor)])
             yield name, tensor
@@ -104,7 +104,7 @@ class StudentSource(WeightSource):
     def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
         """Yield the weights of one layer after the other, as (names, full tensors). Collective like `__iter__`."""
         self._begin()
-        batches: Iterator[Any] = self._plan.batches(self._reach)
+        batches: Iterator[Any] = self._plan.batches(self._receivers)
         for batch in batches:
             self._record(batch)
             yield [name for name, _ in batch], [tensor for _, tensor in batch]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -225,6 +224,7 @@ class TrainWorker(TrainableRank, BucketWriter):
     """Rank of the student."""
 
     _sender: Any = None  # sends weights between GPUs
+    _sync_plan: Any = None
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.student_engine import MegatronTrainer
@@ -290,7 +290,7 @@ class TrainWorker(TrainableRank, BucketWriter):
         if self._sender is None:
             from roll_opd.weight_sync.cuda_sender import CudaSender
 
-            self._sender = CudaSender(backend, self._engine, self._sync_plan, engines, engine_ranks, dtype)
+            self._sender = CudaSender(backend, self._engine, self._planned(), engines, engine_ranks, dtype)
         self._sender.send(version)
 
     @needs(WEIGHTS)
@@ -298,14 +298,14 @@ class TrainWorker(TrainableRank, BucketWriter):
         """See `BucketWriter.begin_writing`."""
         from roll_opd.megatron.export import weight_buckets
 
-        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]], plan=self._sync_plan)
+        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]], plan=self._planned())
 
-    @cached_property
-    def _sync_plan(self) -> Any:
-        """Plan of this student's weights. The first access is collective."""
+    def _planned(self) -> Any:
+        """Return the plan of this student's weights. The first call is collective."""
         from roll_opd.megatron.export import sync_plan
 
-        return sync_plan(self._engine)
+        self._sync_plan = self._sync_plan or sync_plan(self._engine)
+        return self._sync_plan
 
 
 def _with_new_columns(result: TrainResult, samples: Sequence[Sample]) -> Compact:

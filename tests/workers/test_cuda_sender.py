@@ -15,10 +15,10 @@ CALLED = ("init_weight_transfer_engine", "start_weight_update", "update_weights"
 def test_engines_are_what_vllms_senders_call() -> None:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
-    from roll_opd.megatron.weights.sync_plan import Reach
+    from roll_opd.megatron.weights.sync_plan import Receivers
     from roll_opd.weight_sync.cuda_sender import StudentSource, WeightSyncClient
 
-    source = StudentSource(None, Any, torch.float32, Reach.FIRST)
+    source = StudentSource(None, Any, torch.float32, Receivers.FIRST)
     client: Any = WeightSyncClient([], 1, source, sends_handles=False)
     assert isinstance(client, VLLMWeightSyncClient)
     for name in CALLED:

@@ -27,7 +27,7 @@ CHUNK_BYTES = 256 * 2**20  # most bytes of a gathered chunk, unless a single par
 BEFORE_LAYERS, AFTER_LAYERS = -1, 2**31  # positions of the groups outside of the layers
 
 
-class Reach(Enum):
+class Receivers(Enum):
     """The ranks that get the full tensors."""
 
     FIRST = "rank 0"
@@ -117,27 +117,27 @@ class SyncPlan:
         self.groups = [[tensor for chunk in group for tensor in self._full(chunk)] for group in self._groups]
 
     def held_names(self) -> set[str]:
-        """Return the names of the tensors that this rank gets with `Reach.STAGE`."""
+        """Return the names of the tensors that this rank gets with `Receivers.STAGE`."""
         return {
             name
             for group in self._groups
             for chunk in group
             if chunk.kind.stage == self._stage
             for shard in chunk.shards
-            for name in shard.names[_first_expert_rank(chunk.kind, Reach.STAGE)]
+            for name in shard.names[_first_expert_rank(chunk.kind, Receivers.STAGE)]
         }
 
-    def tensors(self, reach: Reach) -> Iterator[tuple[str, Tensor | None]]:
+    def tensors(self, receivers: Receivers) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, full tensor) in the order of `groups`. Collective: every rank must iterate to the end.
 
-        Ranks outside of `reach` yield nothing. Two chunks are in memory: the next one arrives while the caller reads
-        one. A tensor may share memory with its parameter or with other tensors.
+        Ranks that are no receivers yield nothing. Two chunks are in memory: the next one arrives while the caller
+        reads one. A tensor may share memory with its parameter or with other tensors.
         """
-        return (pair for _, named in self._chunks(reach) for pair in named)
+        return (pair for _, named in self._chunks(receivers) for pair in named)
 
-    def batches(self, reach: Reach) -> Iterator[Named]:
+    def batches(self, receivers: Receivers) -> Iterator[Named]:
         """Yield the tensors of each group, as `tensors` does. One group and two chunks are in memory."""
-        for _, chunks in groupby(self._chunks(reach), itemgetter(0)):
+        for _, chunks in groupby(self._chunks(receivers), itemgetter(0)):
             if found := [pair for _, named in chunks for pair in named]:
                 yield found
 
@@ -151,53 +151,55 @@ class SyncPlan:
                 for name, shape in zip(names, shapes, strict=True):
                     yield FullTensor(name, chunk.kind.dtype, shape)
 
-    def _chunks(self, reach: Reach) -> Iterator[tuple[int, Named]]:
-        """Yield (index of the group, tensors of a chunk of it). The list is empty if they do not reach this rank."""
+    def _chunks(self, receivers: Receivers) -> Iterator[tuple[int, Named]]:
+        """Yield (index of the group, tensors of a chunk of it). Other ranks than receivers get no tensors."""
         chunks = ((number, chunk) for number, group in enumerate(self._groups) for chunk in group)
         present = None
         for number, chunk in chunks:
-            following = number, self._start(chunk, reach)
+            following = number, self._start(chunk, receivers)
             if present:
-                yield present[0], self._finish(present[1], reach)
+                yield present[0], self._finish(present[1], receivers)
             present = following
         if present:
-            yield present[0], self._finish(present[1], reach)
+            yield present[0], self._finish(present[1], receivers)
 
-    def _start(self, chunk: ShardChunk, reach: Reach) -> Arrival:
+    def _start(self, chunk: ShardChunk, receivers: Receivers) -> Arrival:
         """Start to gather a chunk in its stage; on rank 0, also to receive it from another stage."""
-        group, replica = _group_of(chunk.kind, reach)
+        group, replica = _group_of(chunk.kind, receivers)
         if chunk.kind.stage != self._stage:
-            if reach is not Reach.FIRST or not self._is_first or self._stage != 0:
+            if receivers is not Receivers.FIRST or not self._is_first or self._stage != 0:
                 return Arrival(chunk)
-            packed_RN = self._empty(chunk, reach)
+            packed_RN = self._empty(chunk, receivers)
             return Arrival(chunk, (), packed_RN, dist.irecv(packed_RN, group=_stages(), group_src=chunk.kind.stage))
-        if replica and reach is not Reach.STAGE:  # the first replica has the same values
+        if replica and receivers is not Receivers.STAGE:  # the first replica has the same values
             return Arrival(chunk)
         values = [self._values[number]().detach() for number in chunk.numbers]
         if group.size() == 1:
             return Arrival(chunk, values)
         own_N = torch.cat([value.flatten() for value in values])
-        if reach is Reach.STAGE:
-            packed_RN = self._empty(chunk, reach)
+        if receivers is Receivers.STAGE:
+            packed_RN = self._empty(chunk, receivers)
             work = dist.all_gather_into_tensor(packed_RN.view(-1), own_N, group=group, async_op=True)
             return Arrival(chunk, [own_N], packed_RN, work)
-        into = self._empty(chunk, reach) if group.rank() == 0 else None
+        into = self._empty(chunk, receivers) if group.rank() == 0 else None
         parts = None if into is None else list(into)
         return Arrival(chunk, [own_N], into, dist.gather(own_N, parts, group=group, group_dst=0, async_op=True))
 
-    def _finish(self, arrival: Arrival, reach: Reach) -> Named:
-        """Return the full tensors of a chunk; an empty list if they do not reach this rank."""
+    def _finish(self, arrival: Arrival, receivers: Receivers) -> Named:
+        """Return the full tensors of a chunk; an empty list on ranks that do not receive them."""
         chunk, packed_RN, stage = arrival.chunk, arrival.packed_RN, arrival.chunk.kind.stage
-        stays = reach is Reach.STAGE or (reach is Reach.FIRST and stage == 0) or dist.get_world_size() == 1
+        stays = (
+            receivers is Receivers.STAGE or (receivers is Receivers.FIRST and stage == 0) or dist.get_world_size() == 1
+        )
         if arrival.work:
             arrival.work.wait()
         elif arrival.own and stays:
             runs = [([shard], [value[None]]) for shard, value in zip(chunk.shards, arrival.own, strict=True)]
-            return self._joined(runs, chunk.kind, reach)
+            return self._joined(runs, chunk.kind, receivers)
         elif arrival.own:
             packed_RN = torch.cat([value.flatten() for value in arrival.own])[None]
-        if reach is Reach.ALL and not stays:
-            packed_RN = self._empty(chunk, reach) if packed_RN is None else packed_RN
+        if receivers is Receivers.ALL and not stays:
+            packed_RN = self._empty(chunk, receivers) if packed_RN is None else packed_RN
             dist.broadcast(packed_RN, self._first_ranks[stage])
         elif packed_RN is not None and not stays and stage == self._stage:
             dist.send(packed_RN, group=_stages(), group_dst=0)
@@ -208,16 +210,16 @@ class SyncPlan:
         parts = [
             piece.view(-1, len(run), *run[0].shape).unbind() for run, piece in zip(chunk.runs, pieces, strict=True)
         ]
-        return self._joined(zip(chunk.runs, parts, strict=True), chunk.kind, reach)
+        return self._joined(zip(chunk.runs, parts, strict=True), chunk.kind, receivers)
 
     def _joined(
-        self, runs: Iterable[tuple[Sequence[ParameterShard], Sequence[Tensor]]], kind: ShardKind, reach: Reach
+        self, runs: Iterable[tuple[Sequence[ParameterShard], Sequence[Tensor]]], kind: ShardKind, receivers: Receivers
     ) -> Named:
         """Return the full tensors of runs of shards.
 
         `runs`: shards, and for each rank with parts of them, its parts, stacked.
         """
-        ranks, first = tensor_rank(expert=kind.is_expert)[1], _first_expert_rank(kind, reach)
+        ranks, first = tensor_rank(expert=kind.is_expert)[1], _first_expert_rank(kind, receivers)
         found: Named = []
         for run, parts in runs:
             tensors = [
@@ -231,9 +233,9 @@ class SyncPlan:
                     found += zip(names, one, strict=True)
         return found
 
-    def _empty(self, chunk: ShardChunk, reach: Reach) -> Tensor:
+    def _empty(self, chunk: ShardChunk, receivers: Receivers) -> Tensor:
         """Return memory for the packed values of all ranks that have parts of a chunk."""
-        ranks, length = _group_of(chunk.kind, reach)[0].size(), sum(shard.shape.numel() for shard in chunk.shards)
+        ranks, length = _group_of(chunk.kind, receivers)[0].size(), sum(shard.shape.numel() for shard in chunk.shards)
         return torch.empty(ranks, length, dtype=chunk.kind.dtype, device=torch.cuda.current_device())
 
 
@@ -303,20 +305,20 @@ def _join(slicing: TensorSlice, parts: Sequence[Tensor], sizes: SliceSizes) -> l
     return list(zip(*(tensors.unbind() for tensors in joined), strict=True))
 
 
-def _group_of(kind: ShardKind, reach: Reach) -> tuple[dist.ProcessGroup, int]:
+def _group_of(kind: ShardKind, receivers: Receivers) -> tuple[dist.ProcessGroup, int]:
     """Return the ranks that gather shards of a kind, and the number of this rank's replica of its stage."""
     if not kind.is_expert:
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         return parallel_state.get_tensor_model_parallel_group(), replica
-    if reach is Reach.STAGE:
+    if receivers is Receivers.STAGE:
         return parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_rank()
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
     return group, parallel_state.get_expert_data_parallel_rank()
 
 
-def _first_expert_rank(kind: ShardKind, reach: Reach) -> int:
+def _first_expert_rank(kind: ShardKind, receivers: Receivers) -> int:
     """Return the first of the expert ranks whose parts are gathered."""
-    in_stage = kind.is_expert and reach is Reach.STAGE
+    in_stage = kind.is_expert and receivers is Receivers.STAGE
     return parallel_state.get_expert_model_parallel_rank() if in_stage else 0
 
 

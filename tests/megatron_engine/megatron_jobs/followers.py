@@ -18,7 +18,7 @@ from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, sync_plan, weight_buckets
 from roll_opd.megatron.follower import MegatronFollower
-from roll_opd.megatron.weights.sync_plan import Reach, SyncPlan
+from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan
 from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 
 FOLLOW_LAYOUTS = ("tp1", "tp2sp", "pp2", "dp2", "tp2pp2")
@@ -49,7 +49,7 @@ def check_plan(plan: SyncPlan, whole: Mapping[str, Tensor]) -> None:
         (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()
     ]
     held, groups = plan.held_names(), [[tensor.name for tensor in group] for group in plan.groups]
-    batches = [dict(batch) for batch in plan.batches(Reach.STAGE)]
+    batches = [dict(batch) for batch in plan.batches(Receivers.STAGE)]
     assert [list(batch) for batch in batches] == [group for group in groups if held & set(group)]
     found = {name: tensor for batch in batches for name, tensor in batch.items() if tensor is not None}
     assert found.keys() == held and all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
@@ -62,7 +62,7 @@ def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
     """Check that the weights in buckets, on every rank and in groups equal the full tensors of rank 0."""
     plan = sync_plan(engine)
     whole = {name: tensor.clone() for name, tensor in hf_tensors(engine)}
-    everywhere = {name: tensor.clone() for name, tensor in hf_tensors(engine, plan, Reach.ALL)}
+    everywhere = {name: tensor.clone() for name, tensor in hf_tensors(engine, plan, Receivers.ALL)}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, everywhere)
     check_plan(plan, everywhere)
