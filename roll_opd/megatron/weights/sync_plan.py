@@ -32,7 +32,7 @@ class Receivers(Enum):
 
     FIRST = "rank 0"
     ALL = "all ranks"
-    STAGE = "all ranks of the tensor's pipeline stage; for experts, those that hold the expert"
+    STAGE = "all ranks of the tensor's pipeline stage; of an expert, the ranks that hold it"
 
 
 @dataclass(frozen=True)
