@@ -1,9 +1,9 @@
 """Gather the parameters of a Megatron model into full Hugging Face tensors, one collective per layer and kind.
 
 A plan is made once, with one exchange of objects between all ranks. It describes every full tensor: name, dtype, shape
-and group. A group has the tensors of one layer, or those before or after all layers, as in vLLM's
-weight transfer. A sync only exchanges values: each rank packs its shards of a chunk (one kind and dtype of a group) into one
-tensor; the packed tensors are gathered on a stage, transferred to where they are needed, and joined there.
+and group. A group has the tensors of one layer, or those before or after all layers, as in vLLM's weight transfer. A
+sync only exchanges values: each rank packs its shards of a chunk (one kind and dtype of a group) into one tensor; the
+packed tensors are gathered on a stage, transferred to where they are needed, and joined there.
 
 Legend: R ranks of a stage that have parts of a chunk's parameters, N values of a chunk on one rank.
 """
