@@ -58,7 +58,7 @@ def check_devices(roles: list[Worker], top: Run) -> None:
             here, there, both = (short_devices(sorted(devices)) for devices in (theirs, mine, shared))
             other.diag.error(
                 "device_mapping",
-                f"{here} and {one.path}'s {there} are not equal, nested or disjoint (both have {both}); change one",
+                f"{here} and {one.path}'s {there} have only {both} in common; make them equal, nested or disjoint",
             )
 
 

@@ -317,7 +317,7 @@ def check_clip_range(top: Top) -> None:
 
 
 def taken_by(advantage: str | None) -> frozenset[str]:
-    """Return the names of the arguments of a built-in advantage; of a user's advantage, they are not known here."""
+    """Return the names of a built-in advantage's arguments; for a user's advantage, the result is empty."""
     return frozenset(ADVANTAGES.defaults(advantage)) if advantage in ADVANTAGES.builtin else frozenset()
 
 

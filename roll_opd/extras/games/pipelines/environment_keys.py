@@ -108,9 +108,9 @@ class RewardNormalization(Section):
     # the same order as elsewhere: typing caches both orders as one type, and the page shows the order seen first
     norm_mean_type: Literal["group", "batch"] | None = key(
         None,
-        "samples whose mean reward is subtracted; takes precedence over method",
+        "the mean reward of these samples is subtracted; takes precedence over method",
     )
     norm_std_type: Literal["group", "batch"] | None = key(
         None,
-        "samples whose standard deviation of rewards is the divisor; takes precedence over method",
+        "the rewards of these samples are divided by their standard deviation; takes precedence over method",
     )
