@@ -14,7 +14,7 @@ from roll_opd import __version__
 from roll_opd.commands.plan_text import objective_text
 from roll_opd.config.plan import RunPlan, SamplingPlan
 from roll_opd.extras.cards.card_settings import public, settings_table, steps_text
-from roll_opd.extras.cards.origin import base_model, cached, licence, model_name
+from roll_opd.extras.cards.origin import base_model, cached, model_name
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.pipelines.run_hooks import RunHook
 from roll_opd.pipelines.sample_record import NEUTRAL
@@ -68,15 +68,13 @@ def _metadata(plan: RunPlan) -> dict[str, Any]:
         tags.append("reinforcement-learning")
     if not plan.rollout:
         tags.append(plan.mode)
-    student = Path(plan.student.model.path)
-    base, datasets = base_model(student), _datasets(plan)
+    base, datasets = base_model(Path(plan.student.model.path)), _datasets(plan)
     return {
         **({"base_model": base} if base else {}),
         **({"datasets": datasets} if datasets else {}),
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": tags,
-        **licence(student),
     }
 
 

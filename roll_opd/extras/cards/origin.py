@@ -1,4 +1,4 @@
-"""Find a model's origin (name on the hub, licence and languages) in the model's files.
+"""Find a model's origin, its name on the hub, in the model's files.
 
 Values are used only if model hubs accept their form.
 """
@@ -14,8 +14,6 @@ import yaml
 CACHED = re.compile(r"(models|datasets)--([\w.-]+?)--([\w.-]+)")  # a directory in the cache of huggingface_hub
 NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9])?"
 HUB_ID = re.compile(rf"{NAME}/{NAME}")
-LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.-]*")
-LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})?|multilingual|code")
 
 
 def cached(path: str, kind: str) -> str | None:
@@ -35,23 +33,6 @@ def model_name(path: str) -> str:
 def base_model(model: Path) -> str | None:
     """Return the hub name of a model, read from its cache path, config.json or card; None if unknown."""
     return cached(str(model), "models") or next(filter(HUB_ID.fullmatch, _named(model)), None)
-
-
-def licence(model: Path) -> dict[str, Any]:
-    """Return the licence and the languages of a model, read from its card."""
-    card, found = _card(model), {}
-    name = card.get("license")
-    if isinstance(name, str) and LICENCE_ID.fullmatch(name):
-        found["license"] = name
-        if name == "other":
-            found |= {key: card[key] for key in ("license_name",) if isinstance(card.get(key), str)}
-        link = card.get("license_link")
-        if isinstance(link, str) and link.startswith("https://"):  # a local file is not copied
-            found["license_link"] = link
-    languages = card.get("language")
-    listed = languages if isinstance(languages, list) else [languages]
-    right = [code for code in listed if isinstance(code, str) and LANGUAGE.fullmatch(code)]
-    return found | ({"language": right} if right else {})
 
 
 def _named(model: Path) -> Iterator[str]:

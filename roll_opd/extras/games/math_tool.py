@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -123,51 +124,43 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("math_python")
 @ENVIRONMENTS.register("roll_math")
+@dataclass(eq=False)
 class MathPython(Environment):
     """Mathematics with a Python tool.
 
     The reward is 1 for a right answer and 0 for a wrong answer. A response without an answer gets `format_penalty`.
+
+    - `dataset_name`: a JSONL file with `question_key` and `answer_key` in each row.
+    - `mode`: in mode "train", the seed draws a random row; in mode "val", the seed is the row number.
+    - `max_tool_uses`: number of programs that the model may run in an episode. Each program runs in a sandbox for at
+      most `tool_seconds`.
+    - `unsafe`: whether programs run without a sandbox.
     """
 
-    def __init__(
-        self,
-        dataset_name: str,
-        question_key: str = "problem",
-        answer_key: str = "answer",
-        mode: Literal["train", "val"] = "train",
-        max_tool_uses: int = 0,
-        max_steps: int | None = None,
-        format_penalty: float = 0.0,
-        tool_seconds: float = 5.0,
-        max_output_chars: int = 4000,
-        unsafe: bool = False,
-        env_instruction: str | None = None,
-        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
-    ) -> None:
-        """Create the environment.
+    dataset_name: str
+    question_key: str = "problem"
+    answer_key: str = "answer"
+    mode: Literal["train", "val"] = "train"
+    max_tool_uses: int = 0
+    max_steps: int | None = None
+    format_penalty: float = 0.0
+    tool_seconds: float = 5.0
+    max_output_chars: int = 4000
+    unsafe: bool = False
+    env_instruction: str | None = None
+    special_token_list: Sequence[str] | None = SPECIAL_TOKENS
 
-        - `dataset_name`: a JSONL file with `question_key` and `answer_key` in each row.
-        - `mode`: in mode "train", the seed draws a random row; in mode "val", the seed is the row number.
-        - `max_tool_uses`: number of programs that the model may run in an episode. Each program runs in a sandbox for
-          at most `tool_seconds`.
-        - `unsafe`: whether programs run without a sandbox.
-        """
-        for name, value in (("max_tool_uses", max_tool_uses), ("max_output_chars", max_output_chars)):
-            at_least(name, value, 0)
-        at_least("max_steps", 1 if max_steps is None else max_steps, 1)
-        if not 0 < tool_seconds <= 3600:
-            raise EnvironmentFailure(f"tool_seconds is {tool_seconds}; set seconds above 0, at most 3600")
-        self._rows = questions(dataset_name, question_key, answer_key)
-        self._mode, self._most_uses, self._max_steps = mode, max_tool_uses, max_steps
-        self._penalty, self._special_tokens = float(format_penalty), tuple(special_token_list or ())
-        self._instruction = (
-            env_instruction
-            if env_instruction is not None
-            else INSTRUCTION.format(uses=max_tool_uses)
-            if max_tool_uses
-            else ""
-        )
-        self._tool = PythonTool(tool_seconds, unsafe, max_output_chars)
+    def __post_init__(self) -> None:
+        """Check the arguments, and read the questions."""
+        at_least("max_tool_uses", self.max_tool_uses, 0)
+        at_least("max_output_chars", self.max_output_chars, 0)
+        at_least("max_steps", 1 if self.max_steps is None else self.max_steps, 1)
+        if not 0 < self.tool_seconds <= 3600:
+            raise EnvironmentFailure(f"tool_seconds is {self.tool_seconds}; set seconds above 0, at most 3600")
+        self._rows = questions(self.dataset_name, self.question_key, self.answer_key)
+        own = INSTRUCTION.format(uses=self.max_tool_uses) if self.max_tool_uses else ""
+        self._instruction = own if self.env_instruction is None else self.env_instruction
+        self._tool = PythonTool(self.tool_seconds, self.unsafe, self.max_output_chars)
         self._next, self._turn, self._uses = 0, 0, 0
         self._answer: str | None = None  # None: no active episode
 
@@ -177,7 +170,7 @@ class MathPython(Environment):
         if seed is None:
             number, self._next = self._next, self._next + 1
         else:
-            number = seed if self._mode == "val" else int(random_numbers(seed).integers(len(self._rows)))
+            number = seed if self.mode == "val" else int(random_numbers(seed).integers(len(self._rows)))
         question, self._answer = self._rows[number % len(self._rows)]
         self._turn = self._uses = 0
         return question, {"env_instruction": self._instruction}
@@ -191,12 +184,12 @@ class MathPython(Environment):
             raise EnvironmentFailure("math_python: no episode is active; call reset")
         self._turn += 1
         response = action if isinstance(action, str) else ""
-        for token in self._special_tokens:
+        for token in self.special_token_list or ():
             response = response.replace(token, "")
-        program = tool_program(response) if self._uses < self._most_uses else None
+        program = tool_program(response) if self._uses < self.max_tool_uses else None
         if program is not None:
             self._uses += 1
-            truncated = self._max_steps is not None and self._turn >= self._max_steps
+            truncated = self.max_steps is not None and self._turn >= self.max_steps
             self._answer = None if truncated else self._answer
             info = {**self._info(True, False, 0.0, "a program was run"), "use_tool": True}
             return self._tool.run(program), 0.0, False, truncated, info
@@ -204,7 +197,7 @@ class MathPython(Environment):
         right = answer is not None and _is_right(answer, self._answer)
         self._answer = None
         outcome = "there was no answer" if answer is None else f"the answer was {answer}"
-        info = self._info(answer is not None, right, 0.0 if answer is not None else self._penalty, outcome)
+        info = self._info(answer is not None, right, 0.0 if answer is not None else float(self.format_penalty), outcome)
         return "", float(right) + info["metrics"]["format_penalty"], True, False, info
 
     def _info(self, valid: bool, right: bool, penalty: float, outcome: str) -> dict[str, Any]:

@@ -133,10 +133,7 @@ def _metrics(path: Path, problems: list[str]) -> list[dict[str, float]]:
             continue
         numbers = {name: value for name, given in row.items() if (value := number(given)) is not None}
         found.setdefault(step, {}).update(numbers)
-    if broken:
-        problems.append(
-            f"{path.name}: {_lines_of(broken)} cannot be read and {'are' if broken > 1 else 'is'} left out."
-        )
+    _count_broken(path, broken, problems)
     return [found[step] for step in sorted(found)]
 
 
@@ -150,15 +147,14 @@ def _index(path: Path, problems: list[str]) -> StepLines:
         else:
             broken += 1
         begin += len(line)
-    if broken:
-        problems.append(
-            f"{path.name}: {_lines_of(broken)} cannot be read and {'are' if broken > 1 else 'is'} left out."
-        )
+    _count_broken(path, broken, problems)
     return StepLines(path, places)
 
 
-def _lines_of(count: int) -> str:
-    return f"{count} lines" if count > 1 else "1 line"
+def _count_broken(path: Path, lines: int, problems: list[str]) -> None:
+    if lines:
+        of_lines = f"{lines} lines cannot be read and are" if lines > 1 else "1 line cannot be read and is"
+        problems.append(f"{path.name}: {of_lines} left out.")
 
 
 def _lines(path: Path, problems: list[str], optional: bool = False) -> Iterator[bytes]:

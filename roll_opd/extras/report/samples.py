@@ -62,10 +62,7 @@ def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
 
 def length_of(row: Mapping[str, Any]) -> int:
     """Return the number of tokens of a recorded response."""
-    tokens, prompt_length = row.get("tokens"), row.get("prompt_length")
-    if isinstance(tokens, list) and isinstance(prompt_length, int) and 0 <= prompt_length <= len(tokens):
-        return len(tokens) - prompt_length
-    return 0
+    return len(row["tokens"]) - row["prompt_length"]
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:

@@ -84,24 +84,16 @@ def test_the_card_of_each_pipeline(name: str) -> None:
     [
         (
             "---\nlicense: mit\nlanguage: [en]\nbase_model: org/base\n---\n# Old\n",
-            {"license": "mit", "language": ["en"], "base_model": "org/base"},
+            {"base_model": "org/base"},
         ),
-        (
-            "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\nlanguage: de\n---\n",
-            {"license": "other", "license_name": "own", "language": ["de"]},
-        ),
-        (
-            "---\nlicense: other\nlicense_link: https://org/x\n---\n",
-            {"license": "other", "license_link": "https://org/x"},
-        ),
-        ("---\nlicense: [a, b]\nlanguage: English\nbase_model: /data/models/x\n---\n", {}),
+        ("---\nbase_model: /data/models/x\n---\n", {}),
         ("---\nbase_model: [base, org/base]\n---\n", {"base_model": "org/base"}),
         ("---\nbase_model: ../base\n---\n", {}),
         ("---\n: [\n---\n", {}),
         ("# A model without a head\n", {}),
     ],
 )
-def test_licence_and_languages_are_the_students(tmp_path: Path, readme: str, taken: dict[str, Any]) -> None:
+def test_the_base_model_is_that_of_the_students_card(tmp_path: Path, readme: str, taken: dict[str, Any]) -> None:
     base = copy_of_the_student(tmp_path / "base", README_md=readme)
     plan = load_plan("demo", "sft", [f"sft_train.model_args.model_name_or_path={base}"], pipeline="sft")
     card = model_card(plan, summarize([]), 1)

@@ -4,10 +4,10 @@ Single expressions and sets of numbers are compared by an `Algebra`. docs/reward
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import combinations
-from typing import Protocol
+from typing import Literal
 
 from roll_opd.extras.graders.mathematics.notation import (
     MAX_EXPRESSION,
@@ -47,14 +47,8 @@ _WORDS = re.compile(r"(?=.*[A-Za-z]{3}|no$)[A-Za-z][A-Za-z0-9 ,.'?-]*", re.IGNOR
 _NOT_WORDS = re.compile(r"[^A-Za-z0-9 ,.'?-]|^\d|(?<![A-Za-z])(?:sin|cos|tan|log|exp|sqrt)(?![A-Za-z])")
 
 
-class Algebra(Protocol):
-    """Interface of a computer algebra system that compares LaTeX texts."""
-
-    def same_expression(self, gold: str, answer: str) -> bool: ...
-
-    def same_set(self, gold: str, answer: str) -> bool: ...
-
-    def contradict(self, value: str, rounding: str) -> bool: ...
+Question = Literal["same_expression", "same_set", "contradict"]  # the functions of module `algebra`
+Algebra = Callable[[Question, str, str], bool]  # (question, gold, answer) -> the answer of a computer algebra system
 
 
 def number_in(text: str) -> Fraction | None:
@@ -87,7 +81,7 @@ def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:
 def _same(gold: str, answer: str, algebra: Algebra) -> bool:
     gold, answer = _MEMBER.sub("", gold), _MEMBER.sub("", answer)
     if any(map(_is_of_sets, (gold, answer))) and all(_is_of_sets(text) or _in_braces(text) for text in (gold, answer)):
-        return algebra.same_set(exact(gold), exact(answer))
+        return algebra("same_set", exact(gold), exact(answer))
     golds, answers = members_of(gold), members_of(answer)
     gold_names, answer_names = assigned(golds), assigned(answers)
     if gold_names and answer_names:
@@ -117,7 +111,7 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
         ):
             return all(_same(one, other, algebra) for one, other in zip(point, many, strict=True))
     if _is_set(golds) and _is_set(answers):
-        return algebra.same_set(_as_one_set(golds, gold), _as_one_set(answers, answer))
+        return algebra("same_set", _as_one_set(golds, gold), _as_one_set(answers, answer))
     return _same_members(golds, answers, algebra)
 
 
@@ -149,7 +143,7 @@ def _same_single(gold: str, answer: str, algebra: Algebra) -> bool:
             _same(one, other, algebra) for one, other in zip(gold_point, answer_point, strict=True)
         )
     if _is_set([gold]) and _is_set([answer]):
-        return algebra.same_set(exact(gold), exact(answer))
+        return algebra("same_set", exact(gold), exact(answer))
     if gold_point or answer_point:
         return False
     if ":" in gold or ":" in answer:
@@ -181,7 +175,7 @@ def _same_value(gold: str, answer: str, algebra: Algebra) -> bool:
         return numbers[0] == numbers[1]
     if not gold or not answer:
         return False
-    return algebra.same_expression(gold, answer)
+    return algebra("same_expression", gold, answer)
 
 
 def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
@@ -271,7 +265,7 @@ def _contradict(text: str, rounding: str, algebra: Algebra) -> bool:
     value = f"\\frac{{{scale.denominator}}}{{{scale.numerator}}}\\cdot ({_without_percent(text)})"
     number = as_number(text.rstrip("% "))
     if number is None:
-        return algebra.contradict(value, decimal["digits"])
+        return algebra("contradict", value, decimal["digits"])
     number /= scale * (100 if text.endswith("%") else 1)
     return is_no_rounding(number, Fraction(decimal["digits"]), decimal["digits"])
 

@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
+from roll_opd.extras.graders.mathematics.equality import Question
 from roll_opd.rewards.interface import RewardError
 
 PROCESSES = 8
@@ -32,8 +32,6 @@ MEMORY_BYTES = 1 << 30  # address space of a process
 READY = "ready"  # a process's first line
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[4])
-
-Question = Literal["same_expression", "same_set", "contradict"]
 
 
 class TimedOut(Exception):
@@ -58,16 +56,8 @@ class TimedAlgebra:
     def __init__(self, seconds: float) -> None:
         self._left = seconds
 
-    def same_expression(self, gold: str, answer: str) -> bool:
-        return self._ask("same_expression", gold, answer)
-
-    def same_set(self, gold: str, answer: str) -> bool:
-        return self._ask("same_set", gold, answer)
-
-    def contradict(self, value: str, rounding: str) -> bool:
-        return self._ask("contradict", value, rounding)
-
-    def _ask(self, question: Question, gold: str, answer: str) -> bool:
+    def __call__(self, question: Question, gold: str, answer: str) -> bool:
+        """Return the answer of the function `question` of module `algebra`. Raises `TimedOut`, `Crashed` or `Busy`."""
         if self._left <= 0:
             raise TimedOut
         same, spent = POOL.ask(question, gold, answer, self._left)

@@ -15,7 +15,7 @@ from roll_opd.extras.graders.sandbox.cases import BadCases, called_by, needs_pro
 from roll_opd.extras.graders.sandbox.comparison import TOLERANCE
 from roll_opd.extras.graders.sandbox.pool import NO_CODE, NOT_RUN, PASSED, SandboxPool
 from roll_opd.extras.graders.sandbox.response import program_of
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, number
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, flag, number
 from roll_opd.rewards.reward_registry import register
 
 UNSAFE = (
@@ -59,21 +59,18 @@ class CodeSandbox:
         files: int = CaseLimits.files,
         output_mb: int = CaseLimits.output_mb,
     ) -> None:
-        for name, value in (("partial", partial), ("unsafe", unsafe)):
-            if not isinstance(value, bool):
-                raise RewardError(f"code_sandbox: {name} is {value!r}; write true or false")
         if workers is not None and (type(workers) is not int or workers < 1):
             raise RewardError(f"code_sandbox: workers is {workers!r}; it must be an integer above 0")
         if isinstance(packages, str) or not all(isinstance(package, str) for package in packages):
             raise RewardError(f"code_sandbox: packages is {packages!r}; write a list of names, such as [numpy]")
         limits = CaseLimits(cpu_seconds, wall_seconds, memory_mb, processes, open_files, disk_mb, files, output_mb)
-        if unsafe:
+        if flag("code_sandbox", "unsafe", unsafe):
             print(UNSAFE, file=sys.stderr, flush=True)
         self._tolerance = number("code_sandbox", "tolerance", tolerance, least=0.0)
         workers = workers or len(os.sched_getaffinity(0))
         if 0 < sys.get_int_max_str_digits() < MAX_DIGITS:
             sys.set_int_max_str_digits(MAX_DIGITS)
-        self._partial = partial
+        self._partial = flag("code_sandbox", "partial", partial)
         self._reported = False
         self._pool = SandboxPool(limits, workers, unsafe, files_of_packages(packages))
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="code_sandbox")

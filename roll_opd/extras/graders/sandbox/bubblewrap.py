@@ -6,7 +6,6 @@ other files of the machine are visible (https://github.com/containers/bubblewrap
 """
 
 import os
-import re
 import shutil
 import stat
 import sys
@@ -15,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from roll_opd.rewards.interface import RewardError
 
@@ -166,9 +167,6 @@ def _root() -> Iterator[str]:
     yield from ("--ro-bind", str(INSIDE), "/python/inside")
 
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
 def files_of_packages(names: Sequence[str]) -> tuple[Path, ...]:
     """Return the files and directories in site-packages of packages and of their requirements.
 
@@ -193,13 +191,12 @@ def files_of_packages(names: Sequence[str]) -> tuple[Path, ...]:
                     f"code_sandbox: packages: {name} is not installed here; install the package, or remove it from"
                     " packages"
                 ) from None
-            continue  # an extra, or a requirement of another system
+            continue
         for file in package.files or ():
             top = file.parts[0]
             if top not in ("..", "__pycache__", "/") and not top.endswith((".dist-info", ".pth")):
                 found[top] = Path(str(package.locate_file(top)))
-        for requirement in package.requires or ():
-            match = _NAME.match(requirement)
-            if match and "extra ==" not in requirement:
-                waiting.append((match[0], False))
+        for requirement in map(Requirement, package.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append((requirement.name, False))
     return tuple(found[top] for top in sorted(found))

@@ -6,7 +6,7 @@ Each sandbox is used for one program. `grade` grades a test case by its outcome.
 import queue
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from roll_opd.extras.graders.sandbox.bubblewrap import CaseLimits, SandboxError
@@ -107,11 +107,8 @@ class SandboxPool:
 
         Raises `SandboxError` if no sandbox can be started.
         """
-        sandbox = self._take_ready()
-        try:
+        with closing(self._take_ready()) as sandbox:
             return sandbox.run(program, stdin, None)
-        finally:
-            sandbox.close()
 
     def close(self) -> None:
         """Close all idle sandboxes.
@@ -131,17 +128,14 @@ class SandboxPool:
             raise SandboxError(f"code_sandbox: the sandbox starts but does not work: {found[0]}")
 
     def _attempt(self, program: str, cases: Sequence[Case], all_cases: bool, tolerance: float = TOLERANCE) -> list[str]:
-        sandbox = self._take_ready()
         reasons: list[str] = []
-        try:
+        with closing(self._take_ready()) as sandbox:
             for case in cases:
                 check = None if case.check is None else case.check.code
                 outcome = sandbox.run(case.program(program), case.stdin, check, case.before)
                 reasons.append(REFUSED if outcome is None else grade(case, outcome, tolerance))
                 if reasons[-1] in (TIME, REFUSED) or (reasons[-1] != PASSED and not all_cases):
                     break
-        finally:
-            sandbox.close()
         return reasons + [NOT_RUN] * (len(cases) - len(reasons))
 
     def _take_ready(self) -> Sandbox:

@@ -64,6 +64,12 @@ class Translation:
         """Return (value, key) of the first Trinity-RFT key that is set; (default, "") if none is set."""
         return next(((self.found[key], key) for key in keys if key in self.found), (default, ""))
 
+    def copy(self, ours: str, *keys: str) -> None:
+        """Set a key of this package to the value of the first Trinity-RFT key that is set, if there is one."""
+        value, key = self.first(*keys)
+        if value is not None:
+            self.put(ours, value, key)
+
     def put(self, ours: str, value: Any, *by: str) -> None:
         """Set a key of this package.
 

@@ -90,13 +90,9 @@ def _engine_options(read: Translation) -> None:
     """Translate the options of the inference engines, and the tensor-parallel size of the teacher."""
     options = "strategy_args.strategy_config"
     for name in ("tensor_parallel_size", "gpu_memory_utilization", "enable_chunked_prefill"):
-        value, key = read.first(f"{ROLLOUT}.{name}")
-        if value is not None:
-            read.put(f"{{infer}}.{options}.{name}", value, key)
+        read.copy(f"{{infer}}.{options}.{name}", f"{ROLLOUT}.{name}")
     for place, section in read.auxiliaries.items():
-        size, key = read.first(f"{place}.tensor_parallel_size")
-        if size is not None:
-            read.put(f"{section}.{options}.tensor_parallel_size", size, key)
+        read.copy(f"{section}.{options}.tensor_parallel_size", f"{place}.tensor_parallel_size")
     if "teacher" in read.values:
         key = f"{TEACHER}.tensor_parallel_size"
         read.put(f"teacher.{options}.tensor_model_parallel_size", read.number(key, 1), key)
@@ -208,16 +204,11 @@ def training(read: Translation) -> None:
     clips = ("trainer.grad_clip", "trainer.actor_grad_clip", f"{_ACTOR}.grad_clip")
     of_optimizer = (f"{optimizer}.clip_grad",)
     is_megatron = read.get("trainer.trainer_strategy") == "megatron"
-    clip, key = read.first(*(of_optimizer + clips if is_megatron else clips + of_optimizer))
-    if clip is not None:
-        read.put("max_grad_norm", clip, key)
-    if read.get(f"{_ACTOR}.ppo_epochs") is not None:
-        read.put("ppo_epochs", read.get(f"{_ACTOR}.ppo_epochs"), f"{_ACTOR}.ppo_epochs")
-    warmup, key = read.first("trainer.critic_warmup", f"{_VERL}.critic_warmup")
-    if warmup is not None and "critic" in read.values:
-        read.put("critic_warmup", warmup, key)
-    if (kept := read.get(f"{_VERL}.max_actor_ckpt_to_keep")) is not None:
-        read.put("max_ckpt_to_keep", kept, f"{_VERL}.max_actor_ckpt_to_keep")
+    read.copy("max_grad_norm", *(of_optimizer + clips if is_megatron else clips + of_optimizer))
+    read.copy("ppo_epochs", f"{_ACTOR}.ppo_epochs")
+    if "critic" in read.values:
+        read.copy("critic_warmup", "trainer.critic_warmup", f"{_VERL}.critic_warmup")
+    read.copy("max_ckpt_to_keep", f"{_VERL}.max_actor_ckpt_to_keep")
     read.put("save_steps", *read.first("trainer.save_interval", default=0))
     is_dynamic, because = read.first("trainer.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz", default=True)
     if is_dynamic:

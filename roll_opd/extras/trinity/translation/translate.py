@@ -22,7 +22,7 @@ from roll_opd.extras.trinity.translation.keys import (
 from roll_opd.extras.trinity.translation.model_sections import models
 from roll_opd.extras.trinity.translation.objective import objective
 from roll_opd.extras.trinity.translation.reading import Machine, Translation, sort
-from roll_opd.extras.trinity.translation.sizes import batches, devices, steps, training
+from roll_opd.extras.trinity.translation.sizes import ROLLOUT, batches, devices, steps, training
 from roll_opd.extras.trinity.translation.synchronizer import synchronizer
 from roll_opd.workflows.workflow_checks import BOXED, declared_workflows
 
@@ -110,9 +110,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     read.put("prompt_key", *read.first(f"{TASKSET}.format.prompt_key", default="prompt"))
     read.put("response_key", *read.first(f"{TASKSET}.format.response_key", default="response"))
     for name in ("system_prompt", "reply_prefix"):
-        value, key = read.first(f"{TASKSET}.format.{name}", f"{INPUT}.{name}")
-        if value is not None:
-            read.put(name, value, key)
+        read.copy(name, f"{TASKSET}.format.{name}", f"{INPUT}.{name}")
     workflow, key = read.first(f"{TASKSET}.default_workflow_type", f"{INPUT}.default_workflow_type")
     if not workflow and read.is_pure:
         workflow = "on_policy_distill_workflow"
@@ -121,11 +119,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     read.put("workflow", workflow, key)
     if args := read.below(f"{TASKSET}.workflow_args"):
         read.put("workflow_args", args, f"{TASKSET}.workflow_args")
-    for name, ours in SAMPLING.items():
-        of_engine = f"explorer.rollout_model.{name}"  # lowest precedence
-        value, key = read.first(f"{TASKSET}.rollout_args.{name}", f"model.{name}", of_engine)
-        if value is not None:
-            read.put(f"{{infer}}.generating_args.{ours}", value, key)
+    _sampling(read, TASKSET, "{infer}.generating_args")
     repeats = read.get("algorithm.repeat_times")
     for key in (f"{TASKSET}.rollout_args.n", f"{TASKSET}.repeat_times"):
         if read.get(key) is not None:
@@ -135,6 +129,12 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     if not read.values.get("workflow_timeout"):
         read.put("workflow_timeout", 1800)
     _demonstrations(read, files_of)
+
+
+def _sampling(read: Translation, place: str, section: str) -> None:
+    """Translate the sampling settings of the dataset at `place` to a section. Those of the engine come last."""
+    for name, ours in SAMPLING.items():
+        read.copy(f"{section}.{ours}", f"{place}.rollout_args.{name}", f"model.{name}", f"{ROLLOUT}.{name}")
 
 
 def _place(read: Translation, place: str) -> list[str]:
@@ -267,11 +267,7 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
         return
     read.put("validation.data_args.file_name", files, *keys)
     first = f"{EVAL_TASKSETS}.0"
-    for name, ours in SAMPLING.items():
-        of_engine = f"explorer.rollout_model.{name}"
-        value, key = read.first(f"{first}.rollout_args.{name}", f"model.{name}", of_engine)
-        if value is not None:
-            read.put(f"validation.generating_args.{ours}", value, key)
+    _sampling(read, first, "validation.generating_args")
     repeats, key = read.first(f"{first}.rollout_args.n", f"{first}.repeat_times", default=1)
     read.put("validation.generating_args.num_return_sequences", repeats, key)
     read.put("eval_steps", *read.first("explorer.eval_interval", default=100))
