@@ -41,44 +41,43 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Work:
-    """The size of a batch, and the devices on which the costs were measured or planned."""
+class Split:
+    """The devices of a run."""
 
-    groups: int
-    runs: int  # runs per group
     engines: int  # devices of the engines
     training: int  # devices of student, teachers, reference and critic
     is_shared: bool  # engines and training take turns on the same devices
-    slots: int  # runs that the engines sample at the same time
-    engine_size: int = 1  # devices of an engine
-    replica_size: int = 1  # devices of a replica of the student
-    most_replicas: int = 1 << 20  # sequences of an update
 
     @property
     def devices(self) -> int:
         return self.engines if self.is_shared else self.engines + self.training
 
 
+@dataclass(frozen=True, kw_only=True)
+class Work(Split):
+    """The size of a batch, and the devices on which the costs were measured or planned."""
+
+    groups: int
+    runs: int  # runs per group
+    slots: int  # runs that the engines sample at the same time
+    engine_size: int = 1  # devices of an engine
+    replica_size: int = 1  # devices of a replica of the student
+    most_replicas: int = 1 << 20  # sequences of an update
+
+
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(Split):
     """The predicted schedule for one split of the devices and one age bound.
 
     `step` is in seconds. Idle times are fractions. Ages are in versions.
     """
 
-    engines: int  # devices
-    training: int  # devices
-    is_shared: bool
     bound: int
     step: float
     engine_idle: float
     training_idle: float
     mean_age: float
     max_age: int
-
-    @property
-    def devices(self) -> int:
-        return self.engines if self.is_shared else self.engines + self.training
 
 
 class Predictor:

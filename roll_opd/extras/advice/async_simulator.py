@@ -71,11 +71,6 @@ def lognormal(mean: float, spread: float) -> Length:
     return lambda rng: mean * rng.lognormvariate(-spread * spread / 2, spread)
 
 
-def constant(seconds: float) -> Length:
-    """Return a sampler that always returns `seconds`."""
-    return lambda rng: seconds
-
-
 def simulate(pace: Pace, costs: Costs, *, runs: int, slots: int, batches: int, seed: int = 0) -> Schedule:
     """Simulate a run, and return its schedule.
 

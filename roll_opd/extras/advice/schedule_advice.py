@@ -152,15 +152,15 @@ def work_of(plan: RunPlan) -> Work:
     layout = plan.student.layout
     shared = bool(engines & training)
     return Work(
-        plan.rollout_batch_size,
-        plan.answers_per_prompt,
-        len(engines | training) if shared else len(engines),
-        len(engines | training) if shared else len(training),
-        shared,
-        plan.training_engines * int(plan.rollout.engine_args.get("max_num_seqs") or limit),
-        plan.rollout.tp,
-        layout.tp * layout.pp * layout.cp,
-        plan.student.mini_batch_sequences,
+        engines=len(engines | training) if shared else len(engines),
+        training=len(engines | training) if shared else len(training),
+        is_shared=shared,
+        groups=plan.rollout_batch_size,
+        runs=plan.answers_per_prompt,
+        slots=plan.training_engines * int(plan.rollout.engine_args.get("max_num_seqs") or limit),
+        engine_size=plan.rollout.tp,
+        replica_size=layout.tp * layout.pp * layout.cp,
+        most_replicas=plan.student.mini_batch_sequences,
     )
 
 

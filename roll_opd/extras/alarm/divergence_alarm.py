@@ -146,7 +146,8 @@ class DivergenceAlarm:
         for name in (ENTROPY, LENGTH, AGREEMENT):
             if name in measured and (name != AGREEMENT or self._is_itself):
                 change = _change(self._series[name].values(), WINDOW)
-                if change and _is_significant(change, len(self._series[name].rows)) and _is_collapse(name, change):
+                limit = threshold(len(self._series[name].rows))
+                if change and abs(change.errors[0]) > limit and _is_collapse(name, change):
                     yield name, f"{name}: {_COLLAPSED[name](change, reward_text)}; {self._remedies.against_collapse()}"
 
     def _reward(self) -> str:
@@ -212,10 +213,6 @@ class DivergenceAlarm:
         values = self._rewards.values() if self._rewards.rows else np.zeros((1, 0))
         steps = values.shape[1]
         return _change(values, max(WINDOW, min(MAX_WINDOW, steps // 4))) if steps >= 2 * WINDOW else None
-
-
-def _is_significant(change: Shift, steps: int) -> bool:
-    return bool(abs(change.errors[0]) > threshold(steps))
 
 
 def _is_collapse(name: str, change: Shift) -> bool:

@@ -252,7 +252,8 @@ def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
     """
     sums, variance = _sums(values), step_variance(values)
     first = (sums[:, start + window] - sums[:, start]) / window
-    last, later, earlier = _last_window(sums, window)
+    last = (sums[:, -1] - sums[:, -1 - window]) / window
+    later, earlier = (half[:, 0] for half in _halves(sums, np.array([window])))
     squares = np.diff(values, axis=1) ** 2 / 2
     own = (squares[:, begin : begin + window - 1].mean(1) for begin in (start, values.shape[1] - window))
     squared = sum(np.maximum(variance, inside) for inside in own) / window
@@ -268,9 +269,3 @@ def _sums(values: np.ndarray) -> np.ndarray:
 def _windows(sums: np.ndarray, length: int) -> np.ndarray:
     """Return the mean of every window with `length` steps, [R, T - length + 1]."""
     return (sums[:, length:] - sums[:, :-length]) / length
-
-
-def _last_window(sums: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (mean of the last window, mean of its later half, mean of its earlier half), [R] each."""
-    later, earlier = _halves(sums, np.array([length]))
-    return (sums[:, -1] - sums[:, -1 - length]) / length, later[:, 0], earlier[:, 0]

@@ -43,6 +43,8 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
     span = steps_text(parts[-1].first, step) if len(parts) > 1 else ""
     last = span and f" of {span}"
+    is_chat = has_chat_template(Path(plan.student.model.path))
+    # the example prompt is neutral: a card may be published, but rows may be private
     sections = {
         f"{plan.exp_name}, step {step}": (
             f"`{model_name(plan.student.model.path)}`, trained by {plan.title} with roll_opd {__version__}."
@@ -51,7 +53,7 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
         "Settings": settings_table(parts),
         f"Objective{last}": _code(objective_text(plan)),
         "Figures": _figures(summary),
-        "How to load it": _code("\n".join(_loading(plan)), "python"),
+        "How to load it": _code("\n".join(loading(".", NEUTRAL, is_chat=is_chat)), "python"),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions().items() if version),
     }
     shown = {title: text for title, text in sections.items() if text}
@@ -152,11 +154,6 @@ def _batch(plan: RunPlan) -> str:
 def _figures(summary: Mapping[str, Any]) -> str:
     table = before_after_table(summary)
     return _code(table) if table else "None were measured."
-
-
-def _loading(plan: RunPlan) -> Sequence[str]:
-    # a card may be published, but rows may be private
-    return loading(".", NEUTRAL, is_chat=has_chat_template(Path(plan.student.model.path)))
 
 
 def _table(cells: Mapping[str, str]) -> str:

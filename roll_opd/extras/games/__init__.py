@@ -5,6 +5,6 @@ docs/environments.md describes the contract.
 """
 
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure
-from roll_opd.extras.games.factory import check, check_declared, find, located, make
+from roll_opd.extras.games.factory import check, check_declared, find, make
 
-__all__ = ["ENVIRONMENTS", "Environment", "EnvironmentFailure", "check", "check_declared", "find", "located", "make"]
+__all__ = ["ENVIRONMENTS", "Environment", "EnvironmentFailure", "check", "check_declared", "find", "make"]

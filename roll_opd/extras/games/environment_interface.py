@@ -23,6 +23,9 @@ Reset = tuple[str, dict[str, Any]]  # observation, info
 Step = tuple[str, float, bool, bool, dict[str, Any]]  # observation, reward, terminated, truncated, info
 
 
+STEP = ("observation", "reward", "terminated", "truncated", "info")  # the values that `step` returns
+
+
 class EnvironmentFailure(ValueError):
     """Raised if an environment cannot be found, created or stepped.
 
@@ -88,12 +91,10 @@ def read_step(returned: Any, name: str) -> Step:
             f"{name}: step returned {_kind(returned)}; return (observation, reward, terminated, truncated, info)"
         )
     observation, reward, terminated, truncated, info = returned
-    try:
-        number = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    what = f"{name}: step returned the reward {_short(reward)}"
+    number = _number(reward, what)
     if not math.isfinite(number):
-        raise EnvironmentFailure(f"{name}: step returned the reward {_short(reward)}; return a finite number")
+        raise EnvironmentFailure(f"{what}; return a finite number")
     return (
         _text(observation, name, "step"),
         number,

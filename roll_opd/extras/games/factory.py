@@ -94,16 +94,6 @@ def make(env_type: str, /, **config: Any) -> Any:
         ) from error
 
 
-def located(env_type: str) -> str:
-    """Return a name under which other processes can import an environment.
-
-    Raises `EnvironmentFailure` if there is no such name.
-    """
-    if env_type in NEEDS:
-        find(env_type)  # raises
-    return env_type if ":" in env_type or env_type.startswith("roll.") else ENVIRONMENTS.located(env_type)
-
-
 def _argument_problems(env_type: str, maker: Callable[..., Any], config: Mapping[str, Any]) -> list[str]:
     try:
         found = list(argument_problems(maker, config, given_by_us=0))

@@ -4,8 +4,7 @@ For the same seed, the maps, slips, symbols and rewards equal those of ROLL's `f
 FrozenLake with a random start and goal.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from roll_opd.extras.games.game import (
     numbered,
     only_text,
     random_numbers,
+    shortest_way,
 )
 
 Cell = tuple[int, int]  # row, column
@@ -107,7 +107,7 @@ class FrozenLake(Game):
 
         Raises `EnvironmentFailure` if there is no path: the player is in a hole, or `action_lookup` lacks a direction.
         """
-        way = shortest_way(self._ice, self._player, self._goal, list(self._names or MOVES))
+        way = way_over(self._ice, self._player, self._goal, self._names or MOVES)
         if way is None:
             raise EnvironmentFailure("frozen_lake: no path to the goal; reset")
         return [(self._names or ACTIONS)[action] for action in way]
@@ -121,27 +121,19 @@ def draw_map(random: np.random.Generator, size: int, p: float) -> tuple[np.ndarr
         if start == goal:
             continue
         ice[start] = ice[goal] = True
-        if shortest_way(ice, start, goal, list(MOVES)) is not None:
+        if way_over(ice, start, goal, MOVES) is not None:
             return ice, start, goal
     raise EnvironmentFailure(f"frozen_lake: no solvable map of size {size} with p {p} found; raise p")
 
 
-def shortest_way(ice: np.ndarray, start: Cell, goal: Cell, actions: Sequence[int]) -> list[int] | None:
-    """Return the actions of a shortest path over the ice, or None if there is no path."""
-    if not ice[start]:
-        return None
-    ways: dict[Cell, list[int]] = {start: []}
-    waiting = deque([start])
-    while waiting:
-        cell = waiting.popleft()
-        if cell == goal:
-            return ways[cell]
-        for action in actions:
-            reached = _moved(cell, action, len(ice))
-            if ice[reached] and reached not in ways:
-                ways[reached] = [*ways[cell], action]
-                waiting.append(reached)
-    return None
+def way_over(ice: np.ndarray, start: Cell, goal: Cell, actions: Iterable[int]) -> list[int] | None:
+    """Return the actions of a shortest way over the ice, or None if there is no way."""
+
+    def after(cell: Cell, action: int) -> Cell:
+        reached = _moved(cell, action, len(ice))
+        return reached if ice[reached] else cell
+
+    return shortest_way(start, actions, after, lambda cell: cell == goal) if ice[start] else None
 
 
 def _moved(cell: Cell, action: int, size: int) -> Cell:

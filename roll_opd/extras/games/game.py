@@ -5,9 +5,10 @@ The module also parses the actions of a response and checks the tables of symbol
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import regex
@@ -219,6 +220,42 @@ class Game(Environment, ABC):
         if not valid:
             return f"Turn {self._turn}: there was no valid action."
         return f"Turn {self._turn}: {content}, which {'had an effect' if turn.effective else 'changed nothing'}."
+
+
+State = TypeVar("State", bound=Hashable)
+MAX_STATES = 300_000  # maximum number of states that `shortest_way` searches
+
+
+def shortest_way(
+    start: State, actions: Iterable[int], after: Callable[[State, int], State], is_goal: Callable[[State], bool]
+) -> list[int] | None:
+    """Return the actions of a shortest way from a state to a goal, or None if there is no way.
+
+    Raises `EnvironmentFailure` if there are too many states to search.
+
+    Args:
+        after: function (state, action) that returns the next state; an action without effect returns the same state.
+    """
+    actions = list(actions)
+    came: dict[State, tuple[int, State] | None] = {start: None}
+    waiting = deque([start])
+    while waiting:
+        state = waiting.popleft()
+        if is_goal(state):
+            way = []
+            while step := came[state]:
+                way.append(step[0])
+                state = step[1]
+            return way[::-1]
+        if len(came) > MAX_STATES:
+            raise EnvironmentFailure(
+                f"the game has more than {MAX_STATES} states; solve games with fewer objects or cells"
+            )
+        for action in actions:
+            if (reached := after(state, action)) not in came:
+                came[reached] = (action, state)
+                waiting.append(reached)
+    return None
 
 
 def checked_seed(seed: int | None) -> int | None:

@@ -27,6 +27,7 @@ from roll_opd.base.addresses import address_fault, proxy_of
 from roll_opd.base.failures import excerpt, is_passing
 from roll_opd.extras.games.environment_interface import (
     ENVIRONMENTS,
+    STEP,
     Environment,
     EnvironmentFailure,
     Reset,
@@ -86,8 +87,7 @@ class RemoteEnvironment(Environment):
         self._step += 1
         request = {"episode": self._episode, "step": self._step, "action": action if isinstance(action, str) else ""}
         found = self._post("step", request, again=self._repeats)
-        names = ("observation", "reward", "terminated", "truncated", "info")
-        return read_step(tuple(found.get(name) for name in names), f"{self._url}/step")
+        return read_step(tuple(found.get(name) for name in STEP), f"{self._url}/step")
 
     def close(self) -> None:
         """Close the episode and the connection."""

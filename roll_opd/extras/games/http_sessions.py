@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.extras.games.environment_interface import EnvironmentFailure, read_reset, read_step
+from roll_opd.extras.games.environment_interface import STEP, EnvironmentFailure, read_reset, read_step
 
 
 class Refused(Exception):
@@ -145,8 +145,7 @@ class Episodes:
         return {"observation": observation, "info": info, "repeats": True}
 
     def _next(self, environment: Any, action: str) -> dict[str, Any]:
-        names = ("observation", "reward", "terminated", "truncated", "info")
-        return dict(zip(names, read_step(environment.step(action), self._name), strict=True))
+        return dict(zip(STEP, read_step(environment.step(action), self._name), strict=True))
 
 
 def _close(environment: Any) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +15,11 @@ from roll_opd.base.failures import os_sentence
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError, number_text
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
-from roll_opd.extras.games.game import SPECIAL_TOKENS, at_least, checked_seed, random_numbers
+from roll_opd.extras.games.game import AGGREGATES, SPECIAL_TOKENS, at_least, checked_seed, random_numbers
 from roll_opd.extras.graders.mathematics.final_answer import boxed
-from roll_opd.extras.graders.mathematics.processes import Busy, Crashed, TimedOut
+from roll_opd.extras.graders.mathematics.processes import Busy
 from roll_opd.extras.graders.rewards.code_sandbox import UNSAFE
-from roll_opd.extras.graders.rewards.math_rule import is_right
+from roll_opd.extras.graders.rewards.math_rule import equals
 from roll_opd.extras.graders.sandbox.bubblewrap import CaseLimits, SandboxError
 from roll_opd.extras.graders.sandbox.pool import SandboxPool
 from roll_opd.extras.graders.sandbox.response import answer_of, program_of
@@ -74,7 +74,8 @@ class PythonTool:
         Raises `EnvironmentFailure` if this machine has no sandbox.
         """
         try:
-            pool, places = _pool(self._limits, self._unsafe)
+            with _STARTING:
+                pool, places = _pool(self._limits, self._unsafe)
             with places:
                 outcome = pool.outcome(WRAPPED.format(program=program))
         except SandboxError as error:
@@ -91,31 +92,21 @@ class PythonTool:
         return "\n".join(filter(None, (printed, ended))) or NOTHING
 
 
-_POOLS: dict[tuple[CaseLimits, bool], tuple[SandboxPool, threading.Semaphore]] = {}
 _STARTING = threading.Lock()
 
 
+@cache
 def _pool(limits: CaseLimits, unsafe: bool) -> tuple[SandboxPool, threading.Semaphore]:
     """Return (pool, semaphore): this process's sandbox pool for these limits, and the semaphore of the pool."""
-    with _STARTING:
-        if (limits, unsafe) not in _POOLS:
-            if unsafe:
-                print(UNSAFE, file=sys.stderr, flush=True)
-            size = len(os.sched_getaffinity(0))
-            pool = SandboxPool(limits, size, unsafe)
-            atexit.register(pool.close)
-            _POOLS[limits, unsafe] = pool, threading.Semaphore(size)
-        return _POOLS[limits, unsafe]
+    if unsafe:
+        print(UNSAFE, file=sys.stderr, flush=True)
+    size = len(os.sched_getaffinity(0))
+    pool = SandboxPool(limits, size, unsafe)
+    atexit.register(pool.close)
+    return pool, threading.Semaphore(size)
 
 
-AGGREGATES = {
-    "success": "last",
-    "action_is_valid": "mean",
-    "action_is_effective": "mean",
-    "format_penalty": "mean",
-    "raw_reward": "last",
-    "tool_uses": "last",
-}
+MODES = {**AGGREGATES, "raw_reward": "last", "tool_uses": "last"}
 INSTRUCTION = (
     "Solve the problem, and give the final answer inside \\boxed{{}}. Before that you may run up to {uses} Python"
     " programs: write one in a block ```python, end your turn, and you are shown what it printed."
@@ -210,7 +201,7 @@ class MathPython(Environment):
             "tool_uses": self._uses,
         }
         description = f"Turn {self._turn}: {outcome}."
-        return {"metrics": metrics, "metrics_agg_mode": dict(AGGREGATES), "action_desc": description, "use_tool": False}
+        return {"metrics": metrics, "metrics_agg_mode": dict(MODES), "action_desc": description, "use_tool": False}
 
 
 def questions(file: str, question_key: str, answer_key: str) -> Sequence[tuple[str, str]]:
@@ -255,8 +246,6 @@ def _row(row: Any, question_key: str, answer_key: str, where: str) -> tuple[str,
 
 def _is_right(answer: str, truth: str) -> bool:
     try:
-        return bool(is_right(f"\\boxed{{{answer}}}", truth))
-    except (TimedOut, Crashed):
-        return False
+        return equals(answer, truth)
     except Busy as error:
         raise EnvironmentFailure("math_python: too many slow comparisons of answers; run fewer episodes") from error

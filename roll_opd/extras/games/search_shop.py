@@ -133,11 +133,11 @@ class SearchShop(Game):
 
     def play(self, action: str) -> Turn:
         """Search or click; an action that is not available changes nothing."""
-        command = (BUY,) if action.strip().lower() in ("buy", BUY) else ()
         written = COMMAND.fullmatch(action.strip())
         if written and written[1].lower() == "search":
             return self._searched(written[2])
-        target = command[0] if command else written[2].strip().lower() if written else ""
+        target = written[2] if written else BUY if action.strip().lower() in ("buy", BUY) else ""
+        target = target.strip().lower()
         return self._clicked(target) if target in self._clickable() else Turn()
 
     def _searched(self, words: str) -> Turn:

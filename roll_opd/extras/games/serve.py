@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{options.host}:{options.port}"
         return _print_error(f"cannot listen on {where}: {error}; use another --host or --port", FAILED)
-    if not _is_loopback(str(server.server_address[0])):
+    if not ipaddress.ip_address(str(server.server_address[0])).is_loopback:
         _print_error(
             "warning: the server has no authentication; any client that reaches it can play and stop episodes",
             DONE,
@@ -184,13 +184,6 @@ def _config(words: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise EnvironmentFailure(f"{word!r}: the value is not YAML: {error}; put the value in quotes") from None
     return config
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _print_error(message: str, code: int) -> int:

@@ -7,7 +7,6 @@ A room is generated backwards: starting from the solved state, boxes are pulled 
 (player, boxes), and a cell is the pair (row, column).
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from roll_opd.extras.games.game import (
     numbered,
     only_text,
     random_numbers,
+    shortest_way,
 )
 
 Cell = tuple[int, int]
@@ -31,7 +31,6 @@ MOVES = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
 MAX_ROOMS = 1_000  # attempts per seed
 PICKY_ROOMS = 30  # number of first attempts in which a room must need more than one push
 MAX_PULLED = 3_000  # maximum number of states in the backward search for a room
-MAX_SOLVED = 300_000  # maximum number of states that `solution` searches
 TURN_CHANCE = 0.35  # probability that the walk that carves the floor turns, as in gym-sokoban
 STEPS_PER_SIDE = 1.7  # steps of that walk as a factor on rows plus columns, as in gym-sokoban
 # floor carved around one step of the walk: lines, corners and squares
@@ -88,31 +87,13 @@ def pushed(floor: frozenset[Cell], player: Cell, boxes: frozenset[Cell], action:
 
 
 def solution(room: Room) -> list[int] | None:
-    """Return the actions of a shortest solution, or None if there is no solution.
-
-    Raises `EnvironmentFailure` if the room has too many states to search.
-    """
-    start = (room.player, room.boxes)
-    came: dict[tuple[Cell, frozenset[Cell]], tuple[int, tuple[Cell, frozenset[Cell]]] | None] = {start: None}
-    waiting = deque([start])
-    while waiting:
-        state = waiting.popleft()
-        if state[1] == room.targets:
-            actions = []
-            while step := came[state]:
-                actions.append(step[0])
-                state = step[1]
-            return actions[::-1]
-        if len(came) > MAX_SOLVED:
-            raise EnvironmentFailure(
-                f"sokoban: the room has more than {MAX_SOLVED} states; solve rooms with fewer boxes or cells"
-            )
-        for action in MOVES:
-            after = pushed(room.floor, *state, action)
-            if after not in came:
-                came[after] = (action, state)
-                waiting.append(after)
-    return None
+    """Return the actions of a shortest solution, or None if there is no solution."""
+    return shortest_way(
+        (room.player, room.boxes),
+        MOVES,
+        lambda state, action: pushed(room.floor, *state, action),
+        lambda state: state[1] == room.targets,
+    )
 
 
 def _carved(random: np.random.Generator, rows: int, columns: int) -> list[Cell]:
@@ -276,7 +257,7 @@ class Sokoban(Game):
     def solve(self) -> list[str]:
         """Return the action names of a shortest solution from the current state.
 
-        Raises `EnvironmentFailure` if there is no solution, if the room has too many states (see `solution`), or if
+        Raises `EnvironmentFailure` if there is no solution, if the room has too many states (see `shortest_way`), or if
         `action_lookup` lacks a direction that the solution needs.
         """
         actions = solution(self.room)

@@ -31,17 +31,17 @@ class EnvironmentSource:
     `PromptSource` is the corresponding stream of rows.
     """
 
-    def __init__(self, shares: Mapping[str, int], seed: int, rules: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, shares: Mapping[str, int], seed: int, rules: Mapping[str, Any] = FrozenDict()) -> None:
         """Create the stream.
 
         Args:
             shares: tag -> number of tasks per round. The tags are played in this order.
             seed: seed of the tasks.
-            rules: result of `rules_of`. A state with other rules is refused. None: the rules are not checked.
+            rules: result of `rules_of`. A state with other rules is refused.
         """
         self.passed: frozenset[int] = frozenset()  # draws after the position; a resumed run skips them
         self._shares, self._seed = dict(shares), seed
-        self._rules = {key: _digest(value) for key, value in (rules or {}).items()}
+        self._rules = {key: _digest(value) for key, value in rules.items()}
         self._round = [tag for tag, count in shares.items() for _ in range(count)]
         self._taken = 0
 
@@ -75,13 +75,12 @@ class EnvironmentSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON types."""
-        state = {"environments": self._shares, "seed": self._seed, "taken": self._taken}
-        return {**state, RULES: self._rules} if self._rules else state
+        return {"environments": self._shares, "seed": self._seed, "taken": self._taken, RULES: self._rules}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position from a state. Raises `DataError` if the games, the seed or the rules have changed."""
         own = self.state_dict()
-        if state.keys() - {RULES, PASSED} != own.keys() - {RULES}:
+        if state.keys() - {PASSED} != own.keys():
             raise DataError(
                 "the saved position in the data is that of a run over prompts, but this run plays environments; resume"
                 " with the configuration of the saved run, or start a new run"
@@ -92,7 +91,7 @@ class EnvironmentSource:
                     f"the run was saved with {name} {state[name]} and is resumed with {own[name]}, which changes the"
                     f" games; restore {key}, or start a new run"
                 )
-        saved = state.get(RULES, self._rules) if self._rules else {}  # states that earlier versions saved have no rules
+        saved = state[RULES]
         other = [key for key in {**saved, **self._rules} if saved.get(key) != self._rules.get(key)]
         if other:
             raise DataError(

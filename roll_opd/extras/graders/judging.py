@@ -70,13 +70,10 @@ def by_json(keys: Sequence[str], low: float, high: float) -> ReadVerdict:
     """
 
     def read(text: str) -> Verdict | None:
-        found = None
-        for candidate in _objects(_without_thought(text)):
-            if all(key in candidate for key in keys):
-                found = candidate
-        if found is None:
+        found = [given for given in _objects(_without_thought(text)) if all(key in given for key in keys)]
+        if not found:
             return None
-        values = {key: _scaled(found[key], low, high) for key in keys}
+        values = {key: _scaled(found[-1][key], low, high) for key in keys}
         numbers = [value for value in values.values() if value is not None]
         if len(numbers) < len(keys):
             return None
@@ -262,20 +259,10 @@ def filled(template: str, sample: RewardSample) -> str | None:
 
     The result is None if the sample lacks a field, such as the ground truth or a key of its row.
     """
-    values = {place: _value(place, sample) for place in set(_PLACE.findall(template))}
-    if None in values.values():
+    boundary = f"[{hashlib.sha256(sample.response.encode(errors='replace')).hexdigest()[:16]}]"
+    known = {f"extra.{name}": value for name, value in sample.extra.items()}
+    known |= {"prompt": sample.prompt, "question": sample.prompt, "response": sample.response, "tag": sample.tag}
+    known |= {"ground_truth": sample.ground_truth, "reference": sample.ground_truth, "boundary": boundary}
+    if any(known.get(place) is None for place in _PLACE.findall(template)):
         return None
-    return _PLACE.sub(lambda found: str(values[found[1]]), template)
-
-
-def _value(place: str, sample: RewardSample) -> str | None:
-    if place.startswith("extra."):
-        value = sample.extra.get(place.removeprefix("extra."))
-        return None if value is None else str(value)
-    if place in ("prompt", "question"):
-        return sample.prompt
-    if place in ("ground_truth", "reference"):
-        return sample.ground_truth
-    if place == "boundary":
-        return f"[{hashlib.sha256(sample.response.encode(errors='replace')).hexdigest()[:16]}]"
-    return sample.tag if place == "tag" else sample.response
+    return _PLACE.sub(lambda found: str(known[found[1]]), template)

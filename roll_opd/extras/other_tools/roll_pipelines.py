@@ -94,14 +94,11 @@ def _off_policy_problem(values: Mapping[str, Any]) -> str | None:
     )
 
 
-def _pipelines() -> list[type[Top]]:
-    return [keys for keys in PIPELINES.values() if issubclass(keys, Top)]
-
-
 def _rollout_only_problem(values: Mapping[str, Any]) -> str | None:
     """Return an error if a configuration is for a rollout-only pipeline, else None."""
     train = values.get("actor_train")
-    if "student_train" in values or not any(keys.makes_tasks and keys.selected_by(values) for keys in _pipelines()):
+    pipelines = (keys for keys in PIPELINES.values() if issubclass(keys, Top) and keys.makes_tasks)
+    if "student_train" in values or not any(keys.selected_by(values) for keys in pipelines):
         return None
     if train is not None and not (isinstance(train, Mapping) and train.keys() <= {"model_args"}):
         return None

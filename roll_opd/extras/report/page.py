@@ -180,7 +180,7 @@ def _preflight(given: Any) -> list[dict[str, Any]]:
 
 def _warnings(run: RunRecord) -> list[str]:
     """Return the warnings from the start of the run and from its summary, each one once."""
-    found = [text for source in (run.facts, run.summary) for text in _list(source.get("warnings"))]
+    found = [text for source in (run.facts, run.summary) for text in samples.listed(source.get("warnings"))]
     return [limited(text, MAX_SENTENCE) for text in list(dict.fromkeys(map(str, found)))[:MAX_WARNINGS]]
 
 
@@ -195,7 +195,7 @@ def _facts(run: RunRecord) -> list[list[str]]:
 
 
 def _parts(run: RunRecord) -> list[Any]:
-    return _list(run.summary.get("parts") or run.facts.get("parts"))
+    return samples.listed(run.summary.get("parts") or run.facts.get("parts"))
 
 
 def _changes(run: RunRecord) -> dict[str, str]:
@@ -216,10 +216,6 @@ def _changes(run: RunRecord) -> dict[str, str]:
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {name: rounded(value, 6) if isinstance(value, float) else value for name, value in row.items()}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _asset(name: str) -> str:

@@ -40,13 +40,9 @@ def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in lines.rows(spread(lines.steps, 3)):
-        groups.setdefault(_prompt(row), []).append(row)
+        prompt = str(row.get("id")).rpartition("#")[0] or str(row.get("prompt"))  # without draw and sample number
+        groups.setdefault(prompt, []).append(row)
     return [sorted(group, key=lambda row: row.get("by") != STUDENT) for group in list(groups.values())[:PROMPTS]]
-
-
-def _prompt(row: Mapping[str, Any]) -> str:
-    """Return the key of a row's prompt: the row's id without the draw number and the sample number."""
-    return str(row.get("id")).rpartition("#")[0] or str(row.get("prompt"))
 
 
 def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
@@ -62,7 +58,10 @@ def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
 
 def length_of(row: Mapping[str, Any]) -> int:
     """Return the number of tokens of a recorded response."""
-    return len(row["tokens"]) - row["prompt_length"]
+    tokens, prompt_length = row.get("tokens"), row.get("prompt_length")
+    if isinstance(tokens, list) and isinstance(prompt_length, int) and 0 <= prompt_length <= len(tokens):
+        return len(tokens) - prompt_length
+    return 0
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
         kept = [*range(head), *range(length - (min(length, limit) - head), length)]
         pieces = [limited(response[ends[place - 1] if place else 0 : ends[place]]) for place in kept]
     columns = {name: [_short(values[place]) for place in kept] for name, values in _columns(row, length).items()}
-    acted = _acted(row, length)
+    acted, sampled = _acted(row, length), listed(row.get("tokens"))[-length:]
     reward = number(row.get("reward"))
     return {
         "step": row.get("step"),
@@ -99,7 +98,7 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
         "turn_rewards": _turn_rewards(row, acted),
         "turns": _turns(acted, kept),
         "pieces": pieces,
-        "ids": [_id(row["tokens"][row["prompt_length"] + place]) for place in kept],
+        "ids": [token if isinstance(token := sampled[place], int) else None for place in kept],
         "values": columns if kept else {},
         "cuts": {limited(name): _cut(cut, length, kept) for name, cut in _dict(row.get("teacher_cuts")).items()},
         "masked": _masked(row, length, kept),
@@ -173,7 +172,7 @@ def _acted(row: Mapping[str, Any], length: int) -> list[bool]:
 
     If no mask was recorded, all tokens are action tokens.
     """
-    mask = _list(row.get("action_mask"))
+    mask = listed(row.get("action_mask"))
     return [bool(acts) for acts in mask] if len(mask) == length else [True] * length
 
 
@@ -184,7 +183,7 @@ def _hits(row: Mapping[str, Any]) -> list[Any]:
     """
     length = length_of(row)
     acted = _acted(row, length)
-    columns = [_list(column) for column in _dict(row.get("teacher_topk_hits")).values()]
+    columns = [listed(column) for column in _dict(row.get("teacher_topk_hits")).values()]
     return [hit for column in columns if len(column) == length for hit in itertools.compress(column, acted)]
 
 
@@ -209,7 +208,7 @@ def _turn_rewards(row: Mapping[str, Any], acted: Sequence[bool]) -> list[float |
 
     The result is empty if the number of rewards is not the number of turns.
     """
-    rewards = _list(row.get("turn_rewards"))
+    rewards = listed(row.get("turn_rewards"))
     turns = sum(acts and not before for before, acts in itertools.pairwise([False, *acted]))
     return [_short(number(reward)) for reward in rewards] if len(rewards) == turns else []
 
@@ -234,7 +233,7 @@ def _masked(
     Args:
         kept: positions of the shown tokens in the response.
     """
-    masks = [mask for name in names if len(mask := _list(row.get(name))) == length]
+    masks = [mask for name in names if len(mask := listed(row.get(name))) == length]
     return [shown for shown, place in enumerate(kept) if not all(mask[place] for mask in masks)]
 
 
@@ -244,10 +243,10 @@ def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]
     A chunk stores how many student tokens it covers, and the text of each teacher token.
     """
     by_token: dict[int, list[Any]] = {}
-    for chunk in _list(given):
+    for chunk in listed(given):
         if isinstance(chunk, list) and len(chunk) == 3 and all(isinstance(one, int) for one in chunk[:2]):
             first, count, pieces = chunk
-            texts = [limited(piece) for piece in _list(pieces)]
+            texts = [limited(piece) for piece in listed(pieces)]
             by_token |= {place: [count, texts] for place in range(max(first, 0), min(first + count, length))}
     return [by_token.get(place) for place in kept]
 
@@ -255,13 +254,9 @@ def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]
 def _behind(row: Mapping[str, Any]) -> int | None:
     """Return the age of the oldest weights that sampled a training row, in updates; None if unknown."""
     step = row.get("step")
-    runs = [run for run in _list(row.get("versions")) if isinstance(run, list) and run]
+    runs = [run for run in listed(row.get("versions")) if isinstance(run, list) and run]
     versions = [run[0] for run in runs if isinstance(run[0], int)]
     return step - 1 - min(versions) if "by" not in row and isinstance(step, int) and versions else None
-
-
-def _id(token: Any) -> int | None:
-    return token if isinstance(token, int) else None
 
 
 def _short(value: float | None) -> float | None:
@@ -272,5 +267,6 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _list(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """Return a value that is a list; an empty list for other values."""
     return value if isinstance(value, list) else []

@@ -16,12 +16,7 @@ from roll_opd.objective.registry import register_advantage
 @register_advantage("rloo", baseline=True)
 def rloo(batch: RewardBatch) -> Normalised:
     """Return R minus the mean of the other rewards in the group: (R - mean) · G/(G-1). arXiv 2402.14740."""
-    rewards_B = batch.rewards_B.double()
-    others_B = torch.zeros_like(rewards_B)
-    for members in group_members(batch.groups):
-        if len(members) > 1:
-            others_B[members] = (rewards_B[members].sum() - rewards_B[members]) / (len(members) - 1)
-    return Normalised.of(rewards_B, others_B)
+    return _minus(batch, lambda rewards: (rewards.sum() - rewards) / (len(rewards) - 1))
 
 
 @register_advantage("opmd", baseline=True)

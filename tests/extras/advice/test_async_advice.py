@@ -6,7 +6,7 @@ from statistics import fmean, median
 import pytest
 
 from roll_opd.extras.advice.async_advice import BOUNDS, Predictor, StepCosts, Work, fastest, spread_of
-from roll_opd.extras.advice.async_simulator import Costs, constant, lognormal, simulate
+from roll_opd.extras.advice.async_simulator import Costs, lognormal, simulate
 from roll_opd.rollout.staleness import Pace
 
 COSTS = StepCosts(generate=8.0, score=1.0, learn=4.0, sync=0.2, spread=0.6)
@@ -57,7 +57,7 @@ def test_schedules_are_those_of_a_loop_over_ticks(ahead: int, slots: int, learn:
 @pytest.mark.parametrize(("fixed", "seconds"), [(1.0, 3.0), (0.0, 0.75), (0.4, 1.65)])
 def test_tokens_of_few_answers_take_their_share(fixed: float, seconds: float) -> None:
     """Four answers of 3 s in 16 slots: a token takes fixed + (1 - fixed) / 4 of its time."""
-    costs = Costs(constant(3.0), 0.0, 0.0, fixed=fixed)
+    costs = Costs(lambda rng: 3.0, 0.0, 0.0, fixed=fixed)
     assert simulate(Pace(2), costs, runs=2, slots=16, batches=10).step == pytest.approx(seconds)
 
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from roll_opd.extras.advice.async_simulator import Costs, constant, lognormal, simulate
+from roll_opd.extras.advice.async_simulator import Costs, lognormal, simulate
 from roll_opd.rollout.staleness import Pace
 
 COSTS = Costs(lognormal(1.0, 0.3), score=0.5, learn=2.5, sync=0.1)
@@ -21,7 +21,7 @@ def of(bound: int, depth: int | None = None, costs: Costs = COSTS, batches: int 
 
 def test_constant_costs_have_the_step_time_of_the_formula() -> None:
     """At bound 0 the step is the sum of the parts; with one batch ahead it is the longer side."""
-    costs = Costs(constant(2.0), score=0.5, learn=2.0, sync=0.25)
+    costs = Costs(lambda rng: 2.0, score=0.5, learn=2.0, sync=0.25)
     waves = -(-GROUPS * RUNS // SLOTS)
     assert simulate(Pace.of(GROUPS, 0), costs, runs=RUNS, slots=SLOTS, batches=20).step == pytest.approx(
         waves * 2 + 2.75

@@ -370,9 +370,7 @@ def test_the_state_of_a_run_is_finished_stopped_or_open(tmp_path: Path) -> None:
     assert of(run.path).data["state"]["kind"] == "open"
     run.summary_file.unlink()
     assert re.match(r"Not finished: 7 of 6 steps, the last one written 20", of(run.path).data["state"]["text"])
-    (run.path / "run.json").write_text(
-        '{"title": "on-policy distillation with a reward", "ended": "RunError: all is lost"}'
-    )
+    (run.path / "run.json").write_text('{"title": "distillation", "ended": "RunError: all is lost"}')
     data = of(run.path).data
     assert data["state"] == {"kind": "stopped", "text": "Stopped after 7 of 6 steps: RunError: all is lost"}
     assert data["mode_title"] == "distillation"

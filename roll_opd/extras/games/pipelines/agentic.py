@@ -126,14 +126,7 @@ class Agentic(Top):
         for name, instead in UNREAD.items():
             if name in self.written:
                 self.diag.note(name, f"has no effect in environments: {instead}")
-        groups, rest = divmod(self.rollout_batch_size, played.group_size)
-        if rest or not groups:
-            played.diag.error(
-                "group_size",
-                f"{played.group_size} trajectories per group do not divide rollout_batch_size"
-                f" {self.rollout_batch_size}, which counts trajectories; change one of the two numbers",
-            )
-        values["rollout_batch_size"] = max(1, groups)
+        values["rollout_batch_size"] = _groups(played, "rollout_batch_size", self.rollout_batch_size)
         values |= _lengths(self, args) | _levels(self)
         values["workflow_args"] = {"environments": {tag: _settings(self, tag, played) for tag in _tags(self)}}
         new = changed(self, values)
@@ -160,17 +153,10 @@ class Agentic(Top):
                 section.diag.note("evaluate_teacher", "has no effect without games; write val_env_manager.tags")
             return None
         trajectories = self.val_batch_size if self.val_batch_size > 0 else played.num_env_groups * played.group_size
-        groups, rest = divmod(trajectories, played.group_size)
-        if rest or not groups:
-            played.diag.error(
-                "group_size",
-                f"{played.group_size} trajectories per group do not divide val_batch_size {trajectories}; change one of"
-                " the two numbers",
-            )
         own = {name: getattr(played.generating_args, name) for name in played.generating_args.written}
         merged = replace(args, **own)
         sampling = sampling_plan(merged, played.group_size, min(merged.max_new_tokens or response, response))
-        limited = replace(_tasks(self, played), limit=max(1, groups))
+        limited = replace(_tasks(self, played), limit=_groups(played, "val_batch_size", trajectories))
         return ValidationPlan(limited, sampling, evaluate_teacher=bool(section and section.evaluate_teacher))
 
     def objective_of_tasks(self, plan: ObjectivePlan) -> ObjectivePlan:
@@ -228,6 +214,18 @@ class Agentic(Top):
         for tag, game in _played(plan).items():
             if game["env_type"] == "http" and "url" in game["env_config"]:
                 yield f"custom_envs.{tag}.env_config.url", game["env_config"]["url"], SERVE
+
+
+def _groups(played: EnvironmentsPlayed, name: str, trajectories: int) -> int:
+    """Return the number of groups in a number of trajectories, which the key `name` counts."""
+    groups, rest = divmod(trajectories, played.group_size)
+    if rest or not groups:
+        played.diag.error(
+            "group_size",
+            f"{played.group_size} trajectories per group do not divide {name} {trajectories}, which counts"
+            " trajectories; change one of the two numbers",
+        )
+    return max(1, groups)
 
 
 def _played(plan: RunPlan) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ IGNORED_ENVIRONMENT = frozenset(
     ["use_thread_lock", "agent_runner_cls", "agent_runner_config", "tools", "model_name", "max_traj_tokens"]
 )
 IGNORED_ENV_MANAGER = frozenset(["llm_proxy", "group_filter_cls", "group_size_redundancy", "model_type"])
+IGNORED_ENV_MANAGER |= {"max_env_num_per_worker", "max_traj_per_env"}  # `workflow_concurrency`, `rollout_batch_size`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +74,6 @@ class EnvironmentsPlayed(Section):
         "number of groups of each tag, in the order of tags; default: the groups are divided equally among the tags",
     )
     group_size: Many = key(1, "number of trajectories in a group, all from the same initial state")
-    max_env_num_per_worker: Count = key(
-        0, "accepted, no effect: the number of trajectories that run in a process is set by workflow_concurrency"
-    )
-    max_traj_per_env: int = key(
-        -1, "accepted, no effect: the number of trajectories in a step is set by rollout_batch_size"
-    )
     format_penalty: Number = key(
         0.0, "reward for an action that cannot be parsed; a format_penalty in env_config takes precedence"
     )

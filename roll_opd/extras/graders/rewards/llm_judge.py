@@ -114,7 +114,8 @@ class LLMJudge:
         messages = [*self._opening, {"role": "user", "content": question}]
         errors: Counter[str] = Counter()
         try:
-            verdict = await self._verdicts.get(_digest(messages), partial(self._judge, messages, errors))
+            digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
+            verdict = await self._verdicts.get(digest, partial(self._judge, messages, errors))
         except GaveUp as error:
             return Failure(error.kind, str(error), dict(errors), error.of_a_service)
         return Score(verdict.value, verdict.parts, errors=dict(errors))
@@ -143,10 +144,6 @@ class LLMJudge:
                 of_a_service=False,
             )
         return verdict
-
-
-def _digest(messages: Messages) -> str:
-    return hashlib.sha256(json.dumps(messages).encode()).hexdigest()
 
 
 def _prompt(name: str | None, file: str | None) -> JudgePrompt:

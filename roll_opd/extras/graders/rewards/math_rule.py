@@ -68,3 +68,11 @@ def is_right(response: str, ground_truth: str, timeout: float = 3.0) -> bool | N
     if max(len(gold), len(answer)) > MAX_EXPRESSION:
         return gold.strip() == answer.strip()
     return same_answer(gold, answer, TimedAlgebra(timeout))
+
+
+def equals(answer: str, ground_truth: str) -> bool:
+    """Return whether an answer equals the ground truth; False if the comparison does not finish. Raises `Busy`."""
+    try:
+        return bool(is_right(rf"\boxed{{{answer}}}", ground_truth))
+    except (TimedOut, Crashed):  # the answer is not proven right
+        return False

@@ -111,21 +111,22 @@ def _overridden(values: dict[str, Any], overrides: list[Override]) -> tuple[dict
 def _files_of(path: str, split: str, subset: str | None) -> list[str]:
     """Return the files of a dataset as Trinity-RFT finds them: one file, or the files of a split in a directory."""
     try:
-        found = find_path(path)
+        return _found(path, split, subset)
     except PathError as error:
         raise ValueError(str(error)) from None
+    except OSError as error:
+        raise ValueError(os_sentence(error)) from None
+
+
+def _found(path: str, split: str, subset: str | None) -> list[str]:
+    found = find_path(path)
     if found is None:
         hint = hub_hint(path, "dataset")
         missing = f"{path!r} is not a local file or directory, and nothing is downloaded"
         raise ValueError(f"{missing}; {hint or 'correct the path'}")
     if not found.is_dir():
         return [str(found)]
-    try:
-        files = files_below(found, "**/*")
-    except PathError as error:
-        raise ValueError(str(error)) from None
-    except OSError as error:
-        raise ValueError(os_sentence(error)) from None
+    files = files_below(found, "**/*")
     inside = [file for file in files if not subset or subset in file.relative_to(found).parts[:-1]] or files
     named = [file for file in inside if split in (file.stem, file.parent.name) or file.stem.startswith(f"{split}-")]
     known = [file for file in inside if file.stem.split("-")[0] in ("train", "test", "validation", "val", "dev")]
