@@ -10,8 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -29,17 +28,6 @@ def search_modules_in(*directories: Path) -> None:
     """Set the directories in which the user's modules are searched for, in this process and its workers."""
     _leave(_appended)
     _search([str(directory.resolve()) for directory in directories])
-
-
-@contextmanager
-def same_modules() -> Iterator[None]:
-    """Restore the directories of the user's modules when the `with` block ends."""
-    before = _directories()
-    try:
-        yield
-    finally:
-        _leave(_appended)
-        _search(before)
 
 
 def module_variables() -> dict[str, str]:

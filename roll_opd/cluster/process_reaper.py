@@ -177,8 +177,10 @@ def watch(driver: int, preexisting: set[int], mark: str) -> None:
     for process in list(descendants):
         descendants |= _descendants(process.pid)
     started = [process for process in descendants if process.pid not in spared]
-    trackers = [process for process in started if _is_tracker(process)]
-    reapers = [process for process in started if _is_reaper(process)]
+    trackers = [process for process in started if TRACKER in _command(process)]
+    reapers = [
+        process for process in started if REAPER in _command(process)
+    ]  # of other runs, which need time to finish
     _end([process for process in started if process not in (*trackers, *reapers)], EXIT_GRACE_S)
     others = (process for process in _marked(mark) if process.pid not in spared)
     _end([process for process in others if process not in (*trackers, *reapers)], 0.0)  # started during the grace
@@ -228,19 +230,12 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _is_tracker(process: psutil.Process) -> bool:
+def _command(process: psutil.Process) -> str:
+    """Return the command line of a process; "" if it has ended."""
     try:
-        return TRACKER in " ".join(process.cmdline())
+        return " ".join(process.cmdline())
     except psutil.Error:
-        return False
-
-
-def _is_reaper(process: psutil.Process) -> bool:
-    """Return whether a process is the reaper of another run, which must be given time to finish."""
-    try:
-        return REAPER in process.cmdline()
-    except psutil.Error:
-        return False
+        return ""
 
 
 def _copy(directory: str, to: str) -> None:

@@ -15,7 +15,7 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -184,17 +184,12 @@ class ParquetFile:
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
         """Open the file. A pass over the file reads only `columns`, because other columns may be large."""
-        import pyarrow as pa
-
         self.path = path
-        try:
-            with self._open() as file:
-                names = file.schema_arrow.names
-                self._names = set(names)
-                self._columns = names if columns is None else [name for name in names if name in columns]
-                groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
+        with opened_parquet(path) as file:
+            names = file.schema_arrow.names
+            self._names = set(names)
+            self._columns = names if columns is None else [name for name in names if name in columns]
+            groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         self._starts = [0, *accumulate(groups)]  # first row of each group, and the number of rows
         self._groups = range(len(groups))
         self._bytes = path.stat().st_size
@@ -230,25 +225,25 @@ class ParquetFile:
         return self._bytes * position // max(1, self._starts[-1])
 
     def _values(self, groups: Sequence[int], columns: list[str] | None) -> Iterator[dict[str, Any]]:
-        import pyarrow as pa
+        with opened_parquet(self.path) as file:
+            for batch in file.iter_batches(PARQUET_ROWS, row_groups=list(groups), columns=columns):
+                if columns == []:  # without a known column, every row is bad, but is counted
+                    yield from ({} for _ in range(batch.num_rows))
+                else:
+                    yield from batch.to_pylist()
 
-        try:
-            with self._open() as file:
-                for batch in file.iter_batches(PARQUET_ROWS, row_groups=list(groups), columns=columns):
-                    if columns == []:  # without a known column, every row is bad, but is counted
-                        yield from ({} for _ in range(batch.num_rows))
-                    else:
-                        yield from batch.to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
 
-    def _open(self) -> Any:
-        import pyarrow.parquet as pq
+@contextmanager
+def opened_parquet(path: Path) -> Iterator[Any]:
+    """Open a Parquet file. Raises `DataError` if it cannot be opened, or cannot be read inside the `with` block."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-        return pq.ParquetFile(self.path, buffer_size=PARQUET_BUFFER, pre_buffer=False)
-
-    def _unreadable(self, error: Exception) -> DataError:
-        return DataError(f"{self.path} is not a readable Parquet file: {error}")
+    try:
+        with pq.ParquetFile(path, buffer_size=PARQUET_BUFFER, pre_buffer=False) as file:
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 
 
 def _line_at(file: Any, position: int) -> bytes:

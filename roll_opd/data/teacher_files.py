@@ -26,6 +26,7 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.data_checks import WHOLE_TOO_LONG, DataReport, FileReport
 from roll_opd.data.dataset import DEFAULT_STREAM, Prompt, check_report
+from roll_opd.data.files import opened_parquet
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.data.teacher_scores import (
     INCONSISTENT,
@@ -68,7 +69,7 @@ class TeacherFile:
 
     def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", compression: str | None = None) -> None:
         self.path, self._tokenizer = path, tokenizer
-        with self._opened() as file:
+        with opened_parquet(self.path) as file:
             schema, self.groups = file.schema_arrow, file.num_row_groups
             self.rows = file.metadata.num_rows
         self.format: FileFormat = recognised(path, schema, compression)
@@ -81,24 +82,11 @@ class TeacherFile:
             while len(self._read) >= GROUPS_IN_MEMORY:
                 self._read.popitem(last=False)
             columns = [*self.format.columns, *(["id"] if self._has_ids else [])]
-            with self._opened() as file:
+            with opened_parquet(self.path) as file:
                 table: pa.Table = file.read_row_group(number, columns=columns)
             ids = [str(value) for value in table["id"].to_pylist()] if self._has_ids else [""] * table.num_rows
             self._read[number] = list(zip(ids, self.format.decode(table, self._tokenizer), strict=True))
         return self._read[number]
-
-    def _opened(self) -> Any:
-        return _opened(self.path)
-
-
-def _opened(path: Path) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 
 
 class ScoredSet:
@@ -212,7 +200,7 @@ def facts_of(files: Sequence[str], compression: str | None) -> FileFacts:
     """Return the facts of teacher files, from a small part of each file. Raises DataError for an unreadable file."""
     vocabularies, sizes = [], []
     for name in files:
-        with _opened(Path(name)) as file:
+        with opened_parquet(Path(name)) as file:
             schema = file.schema_arrow
             if (value := (schema.metadata or {}).get(VOCABULARY_KEY)) is not None:
                 vocabularies.append(int(value))

@@ -124,26 +124,30 @@ def _find(worker: str) -> Callable[..., Any]:
     return REWARDS.find(name)
 
 
-# field of `RewardSample` -> names of the argument in verl, TRL and others
-_FIELDS = {
-    "response": "response solution_str completion answer prediction predict_str output model_output generated",
-    "ground_truth": "ground_truth gt reference label target gold",
-    "tag": "data_source task",
-    "extra": "extra_info",
-    "prompt": "prompt question query prompt_str",
-}
-_FIELD_OF = {name: field for field, names in _FIELDS.items() for name in names.split()}
-# field of `RewardSample` -> names of the argument in functions of batches
-_BATCH_OF = {
-    "completions": "response",
-    "responses": "response",
-    "solution_strs": "response",
-    "ground_truths": "ground_truth",
-    "data_sources": "tag",
-    "extra_infos": "extra",
-    "prompts": "prompt",
-    "queries": "prompt",
-}
+def _by_name(names: Mapping[str, str]) -> dict[str, str]:
+    return {name: field for field, of_field in names.items() for name in of_field.split()}
+
+
+# name of the argument in verl, TRL and others -> field of `RewardSample`
+_FIELD_OF = _by_name(
+    {
+        "response": "response solution_str completion answer prediction predict_str output model_output generated",
+        "ground_truth": "ground_truth gt reference label target gold",
+        "tag": "data_source task",
+        "extra": "extra_info",
+        "prompt": "prompt question query prompt_str",
+    }
+)
+# the same in functions of batches
+_BATCH_OF = _by_name(
+    {
+        "response": "completions responses solution_strs",
+        "ground_truth": "ground_truths",
+        "tag": "data_sources",
+        "extra": "extra_infos",
+        "prompt": "prompts queries",
+    }
+)
 _NEVER_SAMPLES = {"completions", "prompts", "data_source", "data_sources", "solution_str", "solution_strs"}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roll_opd.base.frozen import freeze
-from roll_opd.extras.games import ENVIRONMENTS, Environment, EnvironmentFailure, check, find, located, make
+from roll_opd.extras.games import ENVIRONMENTS, Environment, EnvironmentFailure, check, find, make
 from roll_opd.extras.games.environment_interface import read_reset, read_step
 from roll_opd.extras.games.factory import NEEDS
 
@@ -61,7 +61,6 @@ def test_all_built_in_names_are_found_and_are_environments() -> None:
     }
     for name in ENVIRONMENTS.builtin:
         assert issubclass(find(name), Environment)  # type: ignore[arg-type]
-        assert located(name) == name
 
 
 def test_the_room_imports_nothing_heavy() -> None:
@@ -80,7 +79,6 @@ def test_a_class_of_ones_own(own: str) -> None:
     assert env.step("ab") == ("abab", 0.5, True, False, {})
     env.close()
     assert make("echo").step("x")[0] == "x"  # the name that its module has registered
-    assert located("echo") == located("my_envs.Echo") == "my_envs.Echo"
     assert make("my_envs.Plain").reset() == ("", {})
     assert check("my_envs.Echo", {"times": 3}) == []
     assert check("my_envs.Broken", {}) == []  # it is not made before it is needed
@@ -112,7 +110,7 @@ def test_names_of_no_environment_are_refused(own: str, name: str, said: str) -> 
 def test_what_needs_a_service_says_what(name: str) -> None:
     (problem,) = check(name, {})
     with pytest.raises(EnvironmentFailure, match="needs"):
-        located(name)
+        find(name)
     assert problem.startswith(f"env_type {name}: needs ")
     assert "; use " in problem or "; write " in problem
 
@@ -127,7 +125,6 @@ def test_what_needs_a_service_says_what(name: str) -> None:
 )
 def test_rolls_paths_name_our_environments(path: str, name: str) -> None:
     assert find(path) is find(name)
-    assert located(path) == path
 
 
 def test_arguments_are_checked_before_anything_is_made() -> None:
@@ -196,7 +193,6 @@ def test_gems_environments_need_its_package(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "gem", None)
     with pytest.raises(EnvironmentFailure, match=r"pip install gem-llm.*guess_number is a similar built-in game"):
         make("game:GuessTheNumber-v0", max_number=3)
-    assert located("math:GSM8K") == "math:GSM8K"
 
 
 def test_gems_environments_are_made_by_gem(monkeypatch: pytest.MonkeyPatch) -> None:
