@@ -178,9 +178,8 @@ def watch(driver: int, preexisting: set[int], mark: str) -> None:
         descendants |= _descendants(process.pid)
     started = [process for process in descendants if process.pid not in spared]
     trackers = [process for process in started if TRACKER in _command(process)]
-    reapers = [
-        process for process in started if REAPER in _command(process)
-    ]  # of other runs, which need time to finish
+    # of other runs; they need time to finish
+    reapers = [process for process in started if REAPER in _command(process)]
     _end([process for process in started if process not in (*trackers, *reapers)], EXIT_GRACE_S)
     others = (process for process in _marked(mark) if process.pid not in spared)
     _end([process for process in others if process not in (*trackers, *reapers)], 0.0)  # started during the grace

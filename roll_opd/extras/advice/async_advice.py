@@ -41,7 +41,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Split:
+class DeviceSplit:
     """The devices of a run."""
 
     engines: int  # devices of the engines
@@ -54,7 +54,7 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work(Split):
+class Work(DeviceSplit):
     """The size of a batch, and the devices on which the costs were measured or planned."""
 
     groups: int
@@ -66,7 +66,7 @@ class Work(Split):
 
 
 @dataclass(frozen=True)
-class Prediction(Split):
+class Prediction(DeviceSplit):
     """The predicted schedule for one split of the devices and one age bound.
 
     `step` is in seconds. Idle times are fractions. Ages are in versions.
