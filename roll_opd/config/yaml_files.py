@@ -3,16 +3,15 @@
 import os
 import pickle
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
-from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult
 from yaml.reader import Reader
 
 from roll_opd.base.failures import ConfigError, os_sentence
@@ -34,37 +33,22 @@ class CheckedFiles(FileConfigSource):
             return super().load_config(config_path)
         check_file(path)
         state = path.stat()
-        try:
-            return _parsed_once((path, state.st_mtime_ns, state.st_size), self, super().load_config, config_path)
-        except yaml.YAMLError as error:  # a key that is written twice
-            raise ConfigError([yaml_message(error, path)]) from None
-
-
-class HydrasOwnFiles(ImportlibResourcesConfigSource):
-    """A Hydra `ConfigSource` for the files of Hydra's package. Each file is parsed only once."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return a file's configuration."""
-        return _parsed_once(self.path, self, super().load_config, config_path)
-
-
-def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], ConfigResult], path: str) -> ConfigResult:
-    """Return a copy of a file's configuration.
-
-    Hydra reads a file three times to compose a configuration. Here it is parsed only once.
-    """
-    key = (file, source.provider, path)
-    if key not in _PARSED:
-        _PARSED[key] = pickle.dumps(load(path))
-    return cast(ConfigResult, pickle.loads(_PARSED[key]))
+        # Hydra reads a file three times to compose a configuration
+        key = (path, state.st_mtime_ns, state.st_size, self.provider, config_path)
+        if key not in _PARSED:
+            try:
+                _PARSED[key] = pickle.dumps(super().load_config(config_path))
+            except yaml.YAMLError as error:  # a key that is written twice
+                raise ConfigError([yaml_message(error, path)]) from None
+        return cast(ConfigResult, pickle.loads(_PARSED[key]))
 
 
 def use_checked_files() -> None:
-    """Register `CheckedFiles` and `HydrasOwnFiles` as the sources from which Hydra reads files."""
+    """Register `CheckedFiles` as the source from which Hydra reads files."""
     from hydra._internal.sources_registry import SourcesRegistry
 
     Plugins.instance()  # registers Hydra's own sources first; Hydra refuses to register them after ours
-    Singleton.instance(SourcesRegistry).types |= {"file": CheckedFiles, "pkg": HydrasOwnFiles}
+    Singleton.instance(SourcesRegistry).types["file"] = CheckedFiles
 
 
 def check_file(path: Path) -> None:

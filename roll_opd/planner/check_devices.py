@@ -29,8 +29,8 @@ def check_devices(roles: list[Worker], top: Run) -> None:
             role.diag.unsupported(  # ROLL's YAML files use devices beyond num_nodes, which ROLL overwrites
                 "device_mapping",
                 f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
-                f" {top.num_gpus_per_node} gives"
-                f" devices 0 to {total - 1}; raise or remove num_nodes, or change device_mapping",
+                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise or remove num_nodes, or change"
+                " device_mapping",
             )
         layout = role.layout
         if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:

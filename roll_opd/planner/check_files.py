@@ -100,8 +100,7 @@ def _report(found: TokenizerComparison, role: Worker, what: str, refuses: bool =
     sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
     if found.conflict and refuses:
         way_out = (
-            ", or set teacher_tokenizer_check: align (the teacher reads the text in its own tokens) or warn (it"
-            " gets"
+            ", or set teacher_tokenizer_check: align (the teacher reads the text in its own tokens) or warn (it gets"
             " the student's ids)"
             if what == "teacher"
             else ""

@@ -45,23 +45,12 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
         return None
-    files: list[Path] = []
-    wrong: list[str] = []
-    for name in args.file_name:
-        try:
-            files += find_files(name, args.dataset_dir)
-        except DataError as error:
-            wrong.append(str(error))
-    for file in files:
-        refused = f"{file} may not be read" if not os.access(file, os.R_OK) else refusal(file)
-        wrong += [refused] if refused else []
+    files = readable_files(args.file_name, args.dataset_dir, args.diag, "file_name")
     template = _template(args, top)
-    for text in wrong:
-        args.diag.error("file_name", text)
-    if wrong:
+    if files is None:
         return None
     return DataPlan(
-        files=tuple(map(str, files)),
+        files=files,
         prompt_length=length,
         template=template,
         **shared(RowKeys, top),
@@ -70,6 +59,23 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
         tag_templates=FrozenDict(top.tag_to_template),
         columns=_columns(args, training),
     )
+
+
+def readable_files(names: Sequence[str], directory: str | None, diag: Diagnostics, key: str) -> tuple[str, ...] | None:
+    """Return the absolute names of the files that a key names; return None if one is missing or cannot be read."""
+    files: list[Path] = []
+    wrong: list[str] = []
+    for name in names:
+        try:
+            files += find_files(name, directory)
+        except DataError as error:
+            wrong.append(str(error))
+    for file in files:
+        refused = refusal(file) if os.access(file, os.R_OK) else f"{file} may not be read; change its permissions"
+        wrong += [refused] if refused else []
+    for text in wrong:
+        diag.error(key, text)
+    return None if wrong else tuple(map(str, files))
 
 
 def read_answers(

@@ -1,12 +1,9 @@
 """Plan runs on rows with answers: the rows, the loss, the number of steps, and the scores of teacher files."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan, FilePlan, ObjectivePlan, TeacherPlan, ValidationPlan
 from roll_opd.config.schema import (
     ChatKeys,
@@ -20,7 +17,7 @@ from roll_opd.config.schema import (
     shared,
     unread,
 )
-from roll_opd.data.files import count_rows, find_files, whole_steps
+from roll_opd.data.files import count_rows, whole_steps
 from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSS_COEF, algorithm, loss_facts
@@ -146,7 +143,7 @@ def _teacher_file_fields(top: OfflineDistill, train: Worker) -> dict[str, Any]:
         top.diag.error(key, "has no effect, as the prompts of teacher files are tokens; remove it")
     if top.algorithm_type:
         top.diag.error("algorithm_type", f"{top.algorithm_type} has no effect: opd_objective sets the loss; remove it")
-    files = _paths(top.teacher.files, top.teacher.diag, "files")
+    files = row_plans.readable_files(top.teacher.files, None, top.teacher.diag, "files") or ()
     facts = FileFacts(None, None)
     data = held_out = None
     if files:
@@ -159,10 +156,10 @@ def _teacher_file_fields(top: OfflineDistill, train: Worker) -> dict[str, Any]:
         args = top.validation.data_args
         if not args.file_name:
             args.diag.error("file_name", "is missing; name a teacher file with held-out rows")
-        elif found := _paths(args.file_name, args.diag, "file_name"):
+        elif found := row_plans.readable_files(args.file_name, None, args.diag, "file_name"):
             held_out = _rows_of_files(top, found)
     own = top.teacher
-    source = FilePlan(TEACHER, tuple(files), own.compression, own.name, own.sft_teacher)
+    source = FilePlan(TEACHER, files, own.compression, own.name, own.sft_teacher)
     return {
         "data": data,
         "validation": ValidationPlan(held_out) if held_out else None,
@@ -171,17 +168,9 @@ def _teacher_file_fields(top: OfflineDistill, train: Worker) -> dict[str, Any]:
     }
 
 
-def _paths(names: Sequence[str], diag: Diagnostics, key: str) -> list[str]:
-    found: list[Path] = []
-    for name in names:
-        with diag.catching(key, DataError):
-            found += find_files(name, None)
-    return list(map(str, found))
-
-
-def _rows_of_files(top: OfflineDistill, files: Sequence[str]) -> DataPlan:
+def _rows_of_files(top: OfflineDistill, files: tuple[str, ...]) -> DataPlan:
     length = top.sequence_length
-    return DataPlan(tuple(files), length, schema=SCHEMA, length_key="sequence_length", **shared(RowKeys, top))
+    return DataPlan(files, length, schema=SCHEMA, length_key="sequence_length", **shared(RowKeys, top))
 
 
 def _distillation(top: OfflineDistill, train: Worker, facts: FileFacts) -> ObjectivePlan:

@@ -16,13 +16,6 @@ from roll_opd.teachers.kinds import TEACHERS
 PREFIX_TOPK = 20  # default of --max-logprobs in vLLM's servers
 TINKER_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"  # the default of the package tinker
 SERVER = "http.server"  # key of a teacher's section
-AT_ONE = {  # protocol -> sentence for the error
-    "vllm": "vLLM computes log-probs of a prompt at temperature 1",
-    "vllm_tokens": "vLLM computes log-probs of a prompt at temperature 1",
-    "sglang": "SGLang computes log-probs of a prompt at temperature 1",
-    "openai": "completions with echo return log-probs at temperature 1",
-    "tinker": "requests to Tinker have temperature 1",
-}
 
 
 def context_of(name: str, role: Worker, top: Top) -> ContextPlan | None:
@@ -195,7 +188,8 @@ def check_http_teachers(roles: Sections, top: Top) -> None:
         if temperature != 1:
             role.diag.error(
                 SERVER,
-                f"{AT_ONE[keys.server]}, the student samples at {temperature:g}; set generating_args.temperature: 1.0",
+                f"{keys.server} returns log-probs of a prompt at temperature 1, but the student samples at"
+                f" {temperature:g}; set generating_args.temperature: 1.0",
             )
         _check_targets(role, keys, top)
 
