@@ -168,6 +168,12 @@ def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str
     return next((one for one in found if _is_misspelt(name, one)), None)
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", at_least: float = RESEMBLES) -> str:
+    """Return a question that names the known name nearest to `name`, or `otherwise` if no name is similar."""
+    near = nearest(name, known, at_least)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
 def _is_misspelt(name: str, right: str) -> bool:
     """Whether each part of `name` resembles the part of `right` at its place.
 

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from roll_opd.base.entry_points import entries, load
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean
 from roll_opd.base.frozen import thaw
 from roll_opd.base.user_modules import users_module
 
@@ -110,8 +110,8 @@ class Registry(Generic[Facts]):
             return self._registered[name][0]
         module_name, _, attribute = name.rpartition(".")
         if not module_name:
-            near = nearest(name, self.known.split(", "))
-            hint = f"did you mean {near!r}? Known are" if near else "known are"
+            hint = did_you_mean(name, self.known.split(", "))
+            hint = f"{hint} Known are" if hint else "known are"
             raise self.error(
                 f"unknown {self.kind} {name!r}; {hint} {self.known}, or a dotted path such as {self.example}"
             )
@@ -311,13 +311,8 @@ def argument_problems(
             if problem:
                 yield name, problem
         elif not catches_all:
-            near = nearest(name, taken)
-            yield (
-                name,
-                f"unknown argument; did you mean {near!r}?"
-                if near
-                else (f"unknown argument; known are {', '.join(taken) or 'none'}"),
-            )
+            hint = did_you_mean(name, taken, f"known are {', '.join(taken) or 'none'}")
+            yield name, f"unknown argument; {hint}"
     for name, parameter in taken.items():
         if parameter.default is parameter.empty and name not in given:
             yield name, "is missing"

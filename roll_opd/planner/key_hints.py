@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any, get_args, get_origin
 
 from roll_opd.base.entry_points import entries, load
-from roll_opd.base.failures import RESEMBLES, nearest
+from roll_opd.base.failures import RESEMBLES, did_you_mean
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.schema import (
     MIXED_ROLES,
@@ -75,8 +75,8 @@ def typing_error(
     if advice := _advice(f"{path}.{key}" if path else key, *student):
         return f"unknown key; {advice}"
     is_section = not path and isinstance(value, Mapping)
-    if near := nearest(key, known, SAME_SECTION if is_section else RESEMBLES):
-        return f"unknown key; did you mean {near!r}?"
+    if hint := did_you_mean(key, known, "", SAME_SECTION if is_section else RESEMBLES):
+        return f"unknown key; {hint}"
     if place is not None:
         return f"unknown key here; write it at {'.'.join((*place, key)) if place else f'the top: {key}'}"
     if not path and is_worker(value, {*keys_of(Worker)}):

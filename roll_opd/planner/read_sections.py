@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from roll_opd.base import hardware
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean, nearest
 from roll_opd.config.compose import COMMAND_LINE
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.roll_keys import REWARD_KEYS_OF_ROLL
@@ -290,8 +290,8 @@ def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[s
         known = {*keys_of(section), *section.ignored}
         known |= also_known if section is model else set()
         if section.free:  # an argument that resembles a key is a misspelt key
-            near = None if key in REWARD_KEYS_OF_ROLL else nearest(key, known | REWARD_KEYS_OF_ROLL, SAME_WORD)
-            problem = f"unknown key; did you mean {near!r}?" if near else None
+            hint = did_you_mean(key, known | REWARD_KEYS_OF_ROLL, "", SAME_WORD)
+            problem = f"unknown key; {hint}" if hint and key not in REWARD_KEYS_OF_ROLL else None
         else:
             problem = typing_error(place.path, key, value, known, top_level(place))
             problem = problem or "unknown key, and no known key has a similar name; remove it"

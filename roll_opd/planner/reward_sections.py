@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.registry import annotations, arguments, type_problem
 from roll_opd.base.user_modules import FILE, dotted_path
@@ -139,12 +139,12 @@ def _worker(section: Term, name: str) -> str:
     if known in REWARDS.builtin:
         return known
     names = (*REWARD_CLASSES_OF_ROLL, *REWARDS.builtin)
-    near = nearest(class_name, names)
+    near = did_you_mean(class_name, names)
     if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):
         return known
     if FILE.fullmatch(name):
         return name  # reported above
-    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
+    hint = near or f"known: {', '.join(sorted(set(names)))}."
     own = "Or write your own as module.function or path/to/file.py:function"
     section.diag.error("worker_cls", f"no reward worker {name!r}; {hint} {own}")
     return known

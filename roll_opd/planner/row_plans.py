@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean
 from roll_opd.base.frozen import FrozenDict, freeze
 from roll_opd.config.diagnostics import Diagnostics, as_yaml
 from roll_opd.config.plan import DataPlan, RewardPlan, RunPlan, StreamPlan
@@ -145,9 +145,8 @@ def _template(args: DataArgs, top: Run) -> str:
         written[args.diag.at("template")] = args.template
     for key, name in written.items():
         if name not in TEMPLATES:
-            near = nearest(name, TEMPLATES)
-            hint = f"; did you mean {near!r}?" if near else "."
-            top.diag.error(key, f"{name!r} is not a known template{hint} Known: {', '.join(TEMPLATES)}")
+            hint = did_you_mean(name, TEMPLATES, "write a known one.")
+            top.diag.error(key, f"{name!r} is not a known template; {hint} Known: {', '.join(TEMPLATES)}")
     if top.global_template and args.template and top.global_template != args.template:
         args.diag.note("template", f"{args.template} has no effect with global_template {top.global_template}")
     return top.global_template or args.template or "native"
@@ -177,9 +176,10 @@ def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) ->
     for name, weight in zip(shares, weights, strict=True):
         if name not in domains and name not in tags and complete:
             known = sorted({*domains, *tags})
-            near = nearest(name, known)
-            hint = f"; did you mean {near!r}?" if near else "; write an existing one."
-            args.diag.error(f"{key}.{name}", f"{name!r} is neither a reward nor a tag{hint} Known: {', '.join(known)}")
+            hint = did_you_mean(name, known, "write an existing one.")
+            args.diag.error(
+                f"{key}.{name}", f"{name!r} is neither a reward nor a tag; {hint} Known: {', '.join(known)}"
+            )
             continue
         stream = StreamPlan(name, weight, domains.get(name, (name,)))
         for other in streams:
