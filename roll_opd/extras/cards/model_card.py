@@ -52,7 +52,7 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
         "How it was made" + (span and f" ({span})"): _table({**_made_from(plan), "steps": _steps(plan, step, parts)}),
         "Settings": settings_table(parts),
         f"Objective{last}": _code(objective_text(plan)),
-        "Figures": _figures(summary),
+        "Figures": _code(table) if (table := before_after_table(summary)) else "None were measured.",
         "How to load it": _code("\n".join(loading(".", NEUTRAL, is_chat=is_chat)), "python"),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions().items() if version),
     }
@@ -149,11 +149,6 @@ def _batch(plan: RunPlan) -> str:
         return f"of {plan.sequences_per_step} trajectories, {plan.answers_per_prompt} from each initial state"
     what = f"prompts × {plan.answers_per_prompt} responses" if plan.rollout else "rows with answers"
     return f"of {plan.rollout_batch_size} {what} each"
-
-
-def _figures(summary: Mapping[str, Any]) -> str:
-    table = before_after_table(summary)
-    return _code(table) if table else "None were measured."
 
 
 def _table(cells: Mapping[str, str]) -> str:

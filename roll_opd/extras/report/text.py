@@ -19,12 +19,7 @@ def visible(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        character
-        if character in LITERAL or unicodedata.category(character) not in INVISIBLE
-        else f"⟨U+{ord(character):04X}⟩"
-        for character in text
-    )
+    return "".join(map(_shown, text))
 
 
 def limited(value: Any, most: int = 300) -> str:
@@ -36,6 +31,12 @@ def limited(value: Any, most: int = 300) -> str:
     if len(text) > most:
         text = f"{text[: most // 2]} … {len(text) - most} characters … {text[-most // 2 :]}"
     return visible(text)
+
+
+def _shown(character: str) -> str:
+    if character in LITERAL or unicodedata.category(character) not in INVISIBLE:
+        return character
+    return f"⟨U+{ord(character):04X}⟩"
 
 
 def script_json(value: Any) -> str:
