@@ -55,6 +55,11 @@ def gpu_memory_gb() -> float | None:
     return min(_gpu_mebibytes(), default=0) / 1024 or None
 
 
+def engines_are_on_cpus() -> bool:
+    """Return whether inference engines run on CPUs. Engines of a joined cluster may be on other machines."""
+    return not (has_gpu_driver() or os.environ.get("RAY_ADDRESS"))
+
+
 def has_gpu_driver() -> bool:
     """Return whether a GPU driver is loaded, even if nvidia-smi is missing or reports no memory."""
     return any(map(os.path.exists, GPU_FILES))

@@ -238,7 +238,9 @@ def _objective_lines(plan: RunPlan) -> list[str]:
         lines = taught if objective.opd_objective == "sampled" else _offline_lines(plan, lines)
     lines.append(_optimizer(plan.student))
     if lora := plan.student.lora:
-        lines.append(f"LoRA: {_settings({name: value for name, value in asdict(lora).items() if value})}")
+        engines = "the base and the adapter" if plan.rollout and plan.rollout.adapter else "merged weights"
+        settings = _settings({name: value for name, value in asdict(lora).items() if value})
+        lines.append(f"LoRA: {settings}" + (f"; engines have {engines}" if plan.rollout else ""))
     if plan.critic:
         lines.append(f"critic: {_optimizer(plan.critic)}, mini-batches of {plan.critic.mini_batch_sequences}")
     return lines

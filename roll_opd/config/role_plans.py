@@ -334,6 +334,8 @@ class RolloutPlan:
     # vLLM's sleep level while other roles use the devices; 2: discard the weights and load them again
     sleep_level: int = 2
     env: FrozenDict = field(default_factory=FrozenDict)
+    # the student's adapter, which the engines hold separately from the base; None: updates have merged or whole weights
+    adapter: LoraPlan | None = None
 
     @property
     def speculates(self) -> bool:

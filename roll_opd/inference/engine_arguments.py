@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.frozen import thaw
 from roll_opd.base.paths import plain_path
-from roll_opd.config.plan import ModelPlan
+from roll_opd.config.plan import LoraPlan, ModelPlan
 from roll_opd.inference.plugin import DIE_WITH_PARENT, PLUGIN_NAME
+from roll_opd.models.adapter_files import ENGINE_RANKS
 from roll_opd.models.engine_options import DRAFT_MODEL, DTYPE_NAMES
 from roll_opd.models.model_files import MULTIMODAL, read_json
 from roll_opd.models.model_info import read_model
@@ -49,6 +50,8 @@ SET_BY_PLAN = {
     "seed": "its value is the run's seed",
     "tensor_parallel_size": "its value is the number of devices per engine",
     "logprobs_mode": "vLLM always returns log-probs of the distribution that it samples from",
+    "enable_lora": "lora_sync and the student's adapter decide it",
+    "max_loras": "an engine holds one adapter, the student's",
     "weight_transfer_config": "weights always arrive through roll_opd's weight-transfer plugin",
 }
 
@@ -131,6 +134,7 @@ def resolve_engine_args(
     on_cpu: bool,
     engine_args: Mapping[str, Any],
     routes: bool = False,
+    adapter: LoraPlan | None = None,
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments.
 
@@ -186,6 +190,10 @@ def resolve_engine_args(
         from_plan["block_size"] = block
     if on_cpu and info.latent:
         from_plan["compilation_config"] = _without_rotary_kernel(thaw(engine_args.get("compilation_config")))
+    if adapter is not None:
+        fitting = next(rank for rank in ENGINE_RANKS if adapter.rank <= rank)
+        from_plan |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting}
+        from_plan["lora_target_modules"] = list(adapter.targets)  # vLLM leaves the other layers unchanged
     if routes and not on_cpu:
         from_plan["enable_return_routed_experts"] = True
     return {**defaults, **thaw(dict(engine_args)), **from_plan}
@@ -210,6 +218,7 @@ def vllm_arguments(
     routes: bool,
     weight_transfer: str,
     sleeps: bool,
+    adapter: LoraPlan | None = None,
     **plan: int,
 ) -> "AsyncEngineArgs":
     """Prepare this process for an engine. Returns vLLM's arguments for the engine (see `resolve_engine_args`)."""
@@ -228,7 +237,9 @@ def vllm_arguments(
 
     check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
     on_cpu = current_platform.is_cpu()
-    arguments = resolve_engine_args(model, on_cpu=on_cpu, engine_args=engine_args, routes=routes, **plan)
+    arguments = resolve_engine_args(
+        model, on_cpu=on_cpu, engine_args=engine_args, routes=routes, adapter=adapter, **plan
+    )
     arguments |= {name: plain_path(arguments[name]) for name in ("model", "tokenizer") if arguments.get(name)}
     arguments["weight_transfer_config"] = {"backend": weight_transfer}
     # imported modules are permanent; a full garbage collection over them would stall a batch for 0.3 s

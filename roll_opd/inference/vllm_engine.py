@@ -10,15 +10,17 @@ Legend: R response tokens, T tokens of prompt and response.
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from roll_opd.config.plan import ModelPlan, SamplingPlan
+from roll_opd.config.plan import LoraPlan, ModelPlan, SamplingPlan
+from roll_opd.inference.adapter_update import AdapterUpdate
 from roll_opd.inference.completion import (
     Completion,
     check_prompts,
@@ -37,6 +39,7 @@ from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -63,6 +66,7 @@ class InferenceEngine:
         dtype: torch.dtype,
         deterministic: bool,
         is_one_process: bool = False,
+        new_update: Callable[[], AdapterUpdate] | None = None,
         on_update: OnUpdate = "wait",
     ) -> None:
         self.weights_version = 0
@@ -72,6 +76,9 @@ class InferenceEngine:
         self._deterministic = deterministic
         self._on_update = on_update
         self._is_one_process = is_one_process  # whether the engine core has no rank processes
+        self._new_update = new_update  # if updates send the student's adapter in place of all weights
+        self._update: AdapterUpdate | None = None  # the running update of the adapter
+        self._adapter: LoRARequest | None = None  # adapter of the requests, from the first update on
         self._request_ids = itertools.count()
         self._exclusive = asyncio.Lock()  # held by weight updates and, with `deterministic`, by batches
         self._broken: str | None = None
@@ -93,6 +100,7 @@ class InferenceEngine:
         weight_transfer: str = SHARED_MEMORY,
         sleeps: bool = False,
         on_update: OnUpdate = "wait",
+        adapter: LoraPlan | None = None,
     ) -> "InferenceEngine":
         """Load `model` (a Hugging Face directory) into a new engine. Its weights are version 0.
 
@@ -105,6 +113,7 @@ class InferenceEngine:
             weight_transfer: backend of weight updates.
             sleeps: whether `sleep` releases memory.
             on_update: what happens to running requests during a weight update; see `begin_update`.
+            adapter: adapter that updates send. The weights of `model` then never change.
         """
         arguments = vllm_arguments(
             model,
@@ -115,6 +124,7 @@ class InferenceEngine:
             routes=routes,
             weight_transfer=weight_transfer,
             sleeps=sleeps,
+            adapter=adapter,
         )
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
         # separate function: exceptions that vLLM's imports store keep its frame and variables alive
@@ -125,6 +135,7 @@ class InferenceEngine:
             dtype=dtype,
             deterministic=deterministic,
             is_one_process=one,
+            new_update=partial(AdapterUpdate, model.path, adapter) if adapter else None,
             on_update=on_update,
         )
 
@@ -196,7 +207,9 @@ class InferenceEngine:
             await self._pause("keep")
         try:
             return [
-                await self._llm.add_request(name, token_prompt(prompt), sampling_params(sampling, seed, stop_ids))
+                await self._llm.add_request(
+                    name, token_prompt(prompt), sampling_params(sampling, seed, stop_ids), lora_request=self._adapter
+                )
                 for name, prompt, seed in zip(ids, prompts, seeds, strict=True)
             ]
         finally:
@@ -233,8 +246,8 @@ class InferenceEngine:
     async def begin_update(self, version: int) -> None:
         """Start a weight update.
 
-        After this call, `load_weights` loads the weights in parts, and `finish_update` ends the update. `on_update`
-        determines what happens to running requests:
+        After this call, `load_weights` loads the weights or the adapter in parts, and `finish_update` ends the update.
+        `on_update` determines what happens to running requests:
 
         - wait: they finish with the old weights before the update starts.
         - continue: they keep their tokens, their KV cache is recomputed with the new weights, and generation continues.
@@ -254,7 +267,10 @@ class InferenceEngine:
         self._incoming = version
         with self._breaking():
             await self._pause(PAUSES[self._on_update])
-            await self._llm.start_weight_update()
+            if self._new_update:
+                self._update = self._new_update()
+            else:
+                await self._llm.start_weight_update()
 
     async def load_weights(self, info: Mapping[str, Any]) -> None:
         """Load a part of the weights. `info` describes the part in the format of this engine's backend."""
@@ -262,13 +278,21 @@ class InferenceEngine:
 
         self._check_usable()
         with self._breaking():
+            if self._update:
+                self._update.receive(info)
+                return
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
 
     async def finish_update(self) -> None:
         """Verify that all weights arrived, and resume requests. The engine core makes this check."""
         self._check_usable()
         with self._breaking():
-            await self._llm.finish_weight_update(weight_version=str(self._incoming))
+            version = str(self._incoming)
+            if self._update:
+                self._adapter, self._update = await self._update.install(self._llm), None
+                await self._llm.update_weight_version(version)
+            else:
+                await self._llm.finish_weight_update(weight_version=version)
             self.weights_version = self._incoming
             self._sleep_state.lacks_weights = False
             if not self._sleep_state.released:  # else the last `wake_up` resumes
@@ -336,7 +360,9 @@ class InferenceEngine:
         async with AsyncExitStack() as stack:
             if self._deterministic:
                 await stack.enter_async_context(self._exclusive)
-            async for output in self._llm.generate(token_prompt(tokens), params, request_id):
+            async for output in self._llm.generate(
+                token_prompt(tokens), params, request_id, lora_request=self._adapter
+            ):
                 entries = output.prompt_logprobs
         assert entries is not None
         return token_logprobs(tokens[1:], entries[1:])

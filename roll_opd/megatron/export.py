@@ -34,6 +34,12 @@ def sync_plan(engine: MegatronEngine) -> SyncPlan:
     return engine.weights.sync_plan([unwrapped(chunk) for chunk in engine.chunks])
 
 
+def adapter_plan(engine: MegatronEngine) -> SyncPlan:
+    """Return the plan of the matrices of an engine's adapters, with their names in `peft`. Collective."""
+    assert engine.adapters is not None
+    return engine.adapters.sync_plan()
+
+
 def hf_tensors(
     engine: MegatronEngine, plan: SyncPlan | None = None, receivers: Receivers = Receivers.FIRST
 ) -> Iterator[tuple[str, Tensor]]:
@@ -41,7 +47,8 @@ def hf_tensors(
 
     Collective: every rank must iterate to the end. Adapters are merged into the weights.
 
-    `plan`: result of `sync_plan`, if the caller has one. It holds as long as the dtypes of the parameters.
+    `plan`: result of `sync_plan` or `adapter_plan`, if the caller has one. It is valid as long as the parameters keep
+    their dtypes.
     """
     engine.memory.check("export its weights", Part.WEIGHTS)
     engine.wait_for_weights()
@@ -70,9 +77,7 @@ def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False
     """
     adapters = engine.adapters
     assert adapters is not None
-    engine.memory.check("export its adapters", Part.WEIGHTS)
-    engine.wait_for_weights()
-    matrices = _present(adapters.sync_plan().tensors(Receivers.FIRST))
+    matrices = hf_tensors(engine, adapter_plan(engine))
     state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in matrices}
     plan = adapters.plan
     config = adapter_files.adapter_config(engine.plan.model.path, plan.rank, plan.alpha, plan.targets)

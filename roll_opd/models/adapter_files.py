@@ -1,15 +1,17 @@
 """Read and write the configuration of LoRA adapters in peft's format, without torch."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roll_opd.models.model_files import ModelFilesError, is_pointer, pointer_sentence, read_header, read_json
+from roll_opd.models.model_info import ModelInfo
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of the buffers that vLLM has for an adapter
 # keys of adapter_config.json that do not change what an adapter computes. They include `target_modules` and the keys
 # that restrict it, because the names of the tensors say which layers have an adapter
 HARMLESS = frozenset(
@@ -98,6 +100,15 @@ def module_of(name: str) -> str | None:
     """Return the Hugging Face module of a LoRA matrix in the checkpoint of an adapter; None for other tensors."""
     found = _MATRIX.fullmatch(name)
     return found and found[1]
+
+
+def adapted_modules(model: ModelInfo, targets: Collection[str]) -> set[str]:
+    """Return the names of the modules of a model that get an adapter.
+
+    `targets`: last parts of their names, such as q_proj.
+    """
+    names = {name.removesuffix(".weight") for name in model.tensors.keys() - set(model.kept)}
+    return {name for name in names if name.rpartition(".")[2] in targets}
 
 
 def adapter_config(base: str, rank: int, alpha: float, targets: Sequence[str]) -> dict[str, Any]:

@@ -227,7 +227,17 @@ _DECIDED = """
 """
 MEGATRON_DECIDED = frozenset(_DECIDED.split())  # set by model_args, the model's config.json or the engine
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the engines
-VLLM_DECIDED = ("model", "seed", "dtype", "tokenizer", "logprobs_mode", "weight_transfer_config")  # set by the run
+# set by the run
+VLLM_DECIDED = (
+    "model",
+    "seed",
+    "dtype",
+    "tokenizer",
+    "logprobs_mode",
+    "weight_transfer_config",
+    "enable_lora",
+    "max_loras",
+)
 # options of earlier vLLM versions without effect on results
 _REMOVED = """
     cuda_graph_sizes max_seq_len_to_capture max_context_len_to_capture full_cuda_graph use_v2_block_manager
@@ -257,7 +267,7 @@ _COMPUTING = """
     enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds use_fp64_gumbel
     hf_config_path model_class_overrides model_impl model_weights load_format config_format model_loader_extra_config
     ignore_patterns trust_remote_code revision code_revision generation_config override_generation_config
-    reasoning_config enable_lora lora_dtype lora_target_modules max_lora_rank
+    reasoning_config lora_dtype lora_target_modules max_lora_rank
     attention_backend attention_config moe_backend linear_backend kernel_config ir_op_priority compilation_config
     mamba_backend mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend mamba_config
     sparse_indexer_topk_backend engram_config use_replayssm replayssm_buffer_len

@@ -57,6 +57,8 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
     turns, rollout = _turns(plan, placement), plan.rollout
     # a transfer between GPUs connects all engines, but reserved engines get other versions
     over_gpus = placement.on_gpu and plan.weight_sync == "auto" and not plan.validation_engines
+    has_adapter = rollout is not None and rollout.adapter is not None  # which is small, and needs no connection
+    over_gpus = over_gpus and not has_adapter
     backend = choose_backend(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
     starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, backend, turns))] if rollout else []
     await asyncio.sleep(0)  # the student's engines start first, as they take longest
@@ -82,7 +84,9 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
         engines = starting[0].result().engines
         parts = engines.split(plan.training_engines) if plan.validation_engines else (engines,)
         dtype, tp = rollout.model.dtype, rollout.tp
-        sampler, *reserved = (Sampler(one, make_weight_sync(backend, student.group, one, dtype, tp)) for one in parts)
+        sampler, *reserved = (
+            Sampler(one, make_weight_sync(backend, student.group, one, dtype, tp, adapter=has_adapter)) for one in parts
+        )
         workers = replace(workers, sampler=sampler, validation_sampler=reserved[0] if reserved else None)
     return await workers.for_objective(plan.objective)
 
@@ -141,6 +145,7 @@ async def teacher_as_student(
         plan.rollout,
         name=teacher.name,
         model=teacher.model,
+        adapter=None,
         devices=plan.rollout.devices[: engines * plan.rollout.tp],
         engines=engines,
     )

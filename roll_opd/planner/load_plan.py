@@ -5,7 +5,6 @@ together. The checks and fields of runs with rollouts are in `rollout_parts`. Th
 are in `supervised_parts`.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -170,10 +169,8 @@ def _common(loaded: LoadedConfig, top: Run, sections: Sections) -> dict[str, Any
 def _check_engines(plan: RunPlan, sections: Sections) -> None:
     """Check that the options of each engine fit together, as vLLM does when it starts."""
     diags = {role.path: role.diag for role in sections.placed()}
-    # engines of a joined cluster may be on other machines
-    on_cpu = not (hardware.has_gpu_driver() or os.environ.get("RAY_ADDRESS"))
     for engine in plan.inference_roles().values():
-        check_values.check_batched_tokens(engine, diags[engine.name], on_cpu)
+        check_values.check_batched_tokens(engine, diags[engine.name], hardware.engines_are_on_cpus())
 
 
 def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, sections: Sections) -> RunPlan:

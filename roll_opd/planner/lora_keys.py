@@ -5,7 +5,7 @@ from pathlib import Path
 
 from roll_opd.config.plan import LoraPlan
 from roll_opd.config.schema import ModelArgs
-from roll_opd.models.adapter_files import read_adapter
+from roll_opd.models.adapter_files import adapted_modules, read_adapter
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -53,8 +53,7 @@ def check_modules(lora: LoraPlan, model: ModelInfo, args: ModelArgs) -> None:
     """Refuse an initial adapter that belongs to other modules than all those of the model with these names."""
     if lora.path is None or not model.tensors:
         return
-    names = {name.removesuffix(".weight") for name in model.tensors.keys() - set(model.kept)}
-    wanted = {name for name in names if name.rpartition(".")[2] in lora.targets}
+    wanted = adapted_modules(model, lora.targets)
     found = read_adapter(Path(lora.path)).modules
     if other := sorted(found - wanted):
         args.diag.error("adapter_name_or_path", f"{lora.path} adapts {other[0]}, which {model.path.name} lacks")

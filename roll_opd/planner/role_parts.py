@@ -4,9 +4,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from roll_opd.base import hardware
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import (
     FollowingPlan,
+    LoraPlan,
     MegatronPlan,
     ModelPlan,
     OptimizerPlan,
@@ -29,6 +31,7 @@ from roll_opd.config.schema import (
     Worker,
     shared,
 )
+from roll_opd.models.adapter_files import ENGINE_RANKS
 from roll_opd.planner.check_values import micro_batch
 from roll_opd.planner.teacher_sections import context_of, prefix_topk
 
@@ -157,8 +160,8 @@ def _teacher_source(role: Worker, top: Top, student: Worker) -> TeacherSource:
     return plan
 
 
-def rollout_plan(role: Worker, top: Top) -> RolloutPlan:
-    """Return the plan of the student's engines."""
+def rollout_plan(role: Worker, top: Top, student: Worker) -> RolloutPlan:
+    """Return the plan of the engines of `student`, which is the trained role."""
     response = top.response_tokens or 0
     sampling = sampling_plan(role.generating_args, top.responses, response)
     plan = _engines(role, top, sampling, top.prompt_length + max(response, top.held_out_tokens or 0))
@@ -166,13 +169,34 @@ def rollout_plan(role: Worker, top: Top) -> RolloutPlan:
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
     routes = role.router_replay.mode != "disable"
+    adapter = _engine_adapter(student, top)
     return replace(
         plan,
         max_running_requests=top.max_running_requests,
         returns_routes=routes,
+        adapter=adapter,
+        # a level of 2 discards the weights of the base, which no update sends
+        sleep_level=1 if adapter else plan.sleep_level,
         # without async rollouts, no request runs during an update; deterministic engines finish their batch first
         on_weight_update=top.on_weight_update if top.async_generation_ratio and not top.deterministic else "wait",
     )
+
+
+def _engine_adapter(student: Worker, top: Top) -> LoraPlan | None:
+    """Return the adapter that the engines hold separately from the base; None if they hold merged or whole weights."""
+    lora, on_cpu = student.lora, hardware.engines_are_on_cpus()
+    if lora is None:
+        top.diag.unused(*{"lora_sync"} & top.written)
+    if lora is None or top.lora_sync == "merged" or (top.lora_sync == "auto" and on_cpu):
+        return None
+    if lora.rank > ENGINE_RANKS[-1]:
+        why = f"vLLM's adapters have a rank of at most {ENGINE_RANKS[-1]}"
+    elif on_cpu and student.info and student.info.experts:
+        why = "on CPUs, vLLM supports no adapters in models with experts"
+    else:
+        return lora
+    top.diag.note("lora_sync", f"the engines get the weights with the adapter merged into them, because {why}")
+    return None
 
 
 def judge_plan(role: Worker, top: Top) -> RolloutPlan:

@@ -103,7 +103,7 @@ def fields(sections: Sections) -> dict[str, Any] | None:
         args, evaluate = top.validation.generating_args, top.validation.evaluate_teacher
         sampling = role_parts.sampling_plan(args, args.num_return_sequences or 1, top.held_out_tokens or response)
         validation = validation or ValidationPlan(held_out, sampling, evaluate)
-    rollout = role_parts.rollout_plan(infer, top)
+    rollout = role_parts.rollout_plan(infer, top, train)
     tested = engine_check_plan(top, rollout, infer.diag)
     objective = objective_plan(top, sections.mode, updates, sections.shared_vocabulary, tested)
     if workflow := _workflow(top):

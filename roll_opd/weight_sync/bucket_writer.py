@@ -59,30 +59,32 @@ class BucketWriter:
     _newest: BucketMemory
 
     @needs(WEIGHTS)
-    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
-        """Return an iterator that writes all weights in buckets.
+    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str, *, adapter: bool) -> Written:
+        """Return an iterator that writes all weights, or only the adapter, in buckets.
 
         On rank 0, the iterator yields (memory of the bucket, whether it is the last bucket). On the other ranks, it
         yields nothing.
 
         Args:
             memories: shared memories, which are written in turn.
-            dtype: dtype of the written weights.
+            dtype: dtype of the models that load the weights.
+            adapter: write only the matrices of the adapter; otherwise, it is merged into the weights.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `begin_writing`")
 
     @needs(WEIGHTS)
-    def export_weights(self, dtype: str, memories: int) -> tuple[Description, bool] | None:
+    def export_weights(self, dtype: str, memories: int, *, adapter: bool = False) -> tuple[Description, bool] | None:
         """Start the export and return the first bucket, as `next_bucket` does.
 
         Ranks above 0 are called with `memories` = 0. On these ranks, the call runs the whole export and returns None.
 
         Args:
-            dtype: dtype of the written weights.
+            dtype: dtype of the models that load the weights.
+            adapter: write only the matrices of the adapter.
             memories: number of shared memories, which are written in turn.
         """
         self._memories = [BucketMemory() for _ in range(memories)]
-        self._written = self.begin_writing(self._memories, dtype)
+        self._written = self.begin_writing(self._memories, dtype, adapter=adapter)
         if memories:
             return self.next_bucket()
         left = list(self._written)  # runs the collectives

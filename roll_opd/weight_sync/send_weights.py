@@ -42,18 +42,21 @@ def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bo
     return SHARED_MEMORY if student[0] in engines else NCCL
 
 
-def make_weight_sync(backend: str, student: ActorGroup, engines: ActorGroup, dtype: str, tp: int) -> WeightSync:
+def make_weight_sync(
+    backend: str, student: ActorGroup, engines: ActorGroup, dtype: str, tp: int, *, adapter: bool = False
+) -> WeightSync:
     """Return the transport for a backend.
 
     Args:
-        backend: result of `choose_backend`.
+        backend: result of `choose_backend`; shared memory for an adapter.
         student: actors of the student.
         engines: actors of the inference engines.
         dtype: dtype of the weights in the engines.
         tp: number of tensor-parallel ranks per engine.
+        adapter: the engines hold the base model, and get only the student's adapter.
     """
     if backend == SHARED_MEMORY:
-        return SharedMemorySync(student, engines, dtype)
+        return SharedMemorySync(student, engines, dtype, adapter)
     return CudaSync(student, engines, dtype, backend, tp)
 
 
@@ -67,11 +70,15 @@ class SharedMemorySync:
     student: ActorGroup
     engines: ActorGroup
     dtype: str
+    adapter: bool
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """See `WeightSync.push`."""
+        """See `WeightSync.push`. Followers always get whole weights."""
         begin = partial(self.engines.call, "begin_update", version)
-        await stream(self.student, [self.engines, *followers], self.dtype, version, begin)
+        together = [] if self.adapter else followers
+        await stream(self.student, [self.engines, *together], self.dtype, version, begin, adapter=self.adapter)
+        if followers and self.adapter:
+            await stream(self.student, followers, self.dtype, version)
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,10 @@ async def stream(
     dtype: str,
     version: int,
     begin: Callable[[], Awaitable[Any]] | None = None,
+    *,
+    adapter: bool = False,
 ) -> None:
-    """Send all weights to `receivers` in buckets through shared memory.
+    """Send all weights, or only the adapter, to `receivers` in buckets through shared memory.
 
     Rank 0 of the student writes two memories in turn, or a single memory if no receiver runs on its host. Receivers on
     other hosts get the buckets through Ray's object store. `begin` is called while the first bucket is written.
@@ -138,7 +147,7 @@ async def stream(
 
     async def send_from_rank_0() -> None:
         (bucket, last), _ = await asyncio.gather(
-            student.ask(0, "export_weights", dtype, memories), begin() if begin else asyncio.sleep(0)
+            student.ask(0, "export_weights", dtype, memories, adapter=adapter), begin() if begin else asyncio.sleep(0)
         )
         while True:
             content = await student.ask(0, "share_bucket") if sends else []
@@ -158,7 +167,9 @@ async def stream(
         await asyncio.gather(student.ask(0, "end_export"), *elsewhere)
 
     others = range(1, len(student.actors))
-    await asyncio.gather(send_from_rank_0(), *[student.ask(rank, "export_weights", dtype, 0) for rank in others])
+    await asyncio.gather(
+        send_from_rank_0(), *[student.ask(rank, "export_weights", dtype, 0, adapter=adapter) for rank in others]
+    )
 
 
 async def hosts_of(student: ActorGroup, receivers: Sequence[ActorGroup]) -> list[ReceivingHost]:

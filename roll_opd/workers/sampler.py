@@ -180,6 +180,7 @@ class RolloutWorker(BucketHost):
             weight_transfer=weight_transfer,
             sleeps=sleeps,
             on_update=plan.on_weight_update,
+            adapter=plan.adapter,
         )
         self._sleep_level = plan.sleep_level
 

@@ -224,7 +224,10 @@ class TrainWorker(TrainableRank, BucketWriter):
     """Rank of the student."""
 
     _sender: Any = None  # sends weights between GPUs
-    _sync_plan: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sync_plans: dict[bool, Any] = {}  # of the whole weights (False) and of the adapter (True)
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.student_engine import MegatronTrainer
@@ -294,18 +297,19 @@ class TrainWorker(TrainableRank, BucketWriter):
         self._sender.send(version)
 
     @needs(WEIGHTS)
-    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
+    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str, *, adapter: bool) -> Written:
         """See `BucketWriter.begin_writing`."""
         from roll_opd.megatron.export import weight_buckets
 
-        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]], plan=self._planned())
+        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]], plan=self._planned(adapter=adapter))
 
-    def _planned(self) -> Any:
-        """Return the plan of this student's weights. The first call is collective."""
-        from roll_opd.megatron.export import sync_plan
+    def _planned(self, *, adapter: bool = False) -> Any:
+        """Return the plan of this student's weights, or only of its adapter. The first call is collective."""
+        from roll_opd.megatron.export import adapter_plan, sync_plan
 
-        self._sync_plan = self._sync_plan or sync_plan(self._engine)
-        return self._sync_plan
+        if adapter not in self._sync_plans:
+            self._sync_plans[adapter] = (adapter_plan if adapter else sync_plan)(self._engine)
+        return self._sync_plans[adapter]
 
 
 def _with_new_columns(result: TrainResult, samples: Sequence[Sample]) -> Compact:

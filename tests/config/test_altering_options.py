@@ -39,7 +39,7 @@ _UNCHANGING = """
     kv_cache_metrics_sample kv_events_config kv_offloading_backend kv_offloading_size language_model_only
     limit_mm_per_prompt log_config_file log_level logging_config long_prefill_token_threshold
     long_prefill_token_threshold_adaptive mamba_block_size master_addr master_port max_cpu_loras
-    max_cudagraph_capture_size max_logprobs max_lora_cls_labels max_loras max_model_len max_num_active_seqs
+    max_cudagraph_capture_size max_logprobs max_lora_cls_labels max_model_len max_num_active_seqs
     max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens max_num_seqs
     max_parallel_loading_workers media_io_kwargs mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype
     mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_only

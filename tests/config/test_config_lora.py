@@ -38,6 +38,18 @@ def test_rolls_lora_keys_make_the_adapter(plan: Plan, keys: dict[str, Any], want
     assert plan({f"{STUDENT}.{key}": value for key, value in keys.items()}).student.lora == wanted
 
 
+def test_the_engines_hold_the_adapter_beside_the_base(plan: Plan) -> None:
+    """No update sends the base, so a sleeping engine must keep its weights."""
+    given = {f"{STUDENT}.lora_rank": 4}
+    held, merged = plan(given | {"lora_sync": "adapter"}), plan({"lora_sync": "merged"})
+    assert held.rollout and held.rollout.adapter == held.student.lora and held.rollout.sleep_level == 1
+    assert merged.rollout and merged.rollout.adapter is None and merged.rollout.sleep_level == 2
+    large = plan({f"{STUDENT}.lora_rank": 513, "lora_sync": "adapter"})
+    assert large.rollout and large.rollout.adapter is None
+    assert any(warning.startswith("lora_sync: ") for warning in large.warnings)
+    assert any("lora_sync" in warning for warning in plan({f"{STUDENT}.lora_rank": 0}).warnings)
+
+
 @pytest.mark.parametrize("section", [STUDENT, "teacher.model_args"])
 def test_alpha_alone_asks_for_nothing(plan: Plan, section: str) -> None:
     run = plan({f"{section}.lora_alpha": 24})

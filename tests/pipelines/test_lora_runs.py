@@ -31,6 +31,7 @@ LORA = (
     "+reference={model_args: {dtype: fp32}, strategy_args: {strategy_name: megatron_infer}}",
     "+actor_train.model_args.lora_target=all-linear",
     "+actor_train.model_args.lora_rank=4",
+    "lora_sync=adapter",
     "actor_train.training_args.learning_rate=1.0e-2",
     "actor_train.training_args.warmup_steps=0",
 )

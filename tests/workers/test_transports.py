@@ -35,7 +35,7 @@ class Student(BucketHost, BucketWriter):
 
     _times = 0
 
-    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
+    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str, *, adapter: bool) -> Written:
         self._times += 1
         return bucketed(tensors(self._times).items() if memories else (), memories, torch.float32, LIMIT)
 

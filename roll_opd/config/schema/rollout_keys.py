@@ -64,6 +64,11 @@ class RolloutKeys(Section):
         "transport of new weights to the engines; auto: CUDA IPC, NCCL or shared memory, depending on the"
         " devices of student and engines; shared_memory: always through the hosts' memory",
     )
+    lora_sync: Literal["auto", "adapter", "merged"] = ours(
+        "auto",
+        "what the engines get of a LoRA student; adapter: only the adapter, which they apply in addition to the base"
+        " model; merged: all weights, with the adapter merged into them; auto: adapter on GPUs, merged on CPUs",
+    )
     engine_check: bool | Literal["warn"] = ours(
         True,
         "test in each step whether the inference engine samples from the student, and compare their log-probs; true:"
