@@ -178,7 +178,9 @@ def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) ->
             known = sorted({*domains, *tags})
             hint = did_you_mean(name, known, "write an existing one.")
             args.diag.error(
-                f"{key}.{name}", f"{name!r} is neither a reward nor a tag; {hint} Known: {', '.join(known)}"
+                f"{key}.{name}",
+                f"{shares[name]:g} is given to {name!r}, which is neither a domain of rewards nor a tag of the data;"
+                f" {hint} Known: {', '.join(known)}",
             )
             continue
         stream = StreamPlan(name, weight, domains.get(name, (name,)))
