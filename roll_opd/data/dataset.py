@@ -26,12 +26,12 @@ from roll_opd.data.data_checks import (
     TagRows,
 )
 from roll_opd.data.files import RowFile, open_file
-from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check, template_of
 from roll_opd.data.messages import MARKS, SPANS
 from roll_opd.data.rows import PROMPT_COLUMNS, BadRow, DataError, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts, names_in
 from roll_opd.data.template_check import TEXT_WITH_CALLS
 from roll_opd.data.templates import TEMPLATES, PromptText
+from roll_opd.data.usable_rows import Index, Indexer, encode, fallback_id, render_row, row_check, template_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

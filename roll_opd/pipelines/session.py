@@ -22,8 +22,8 @@ from roll_opd.base.failures import RunError, SkippedUpdates, os_sentence, place_
 from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.config.schema.key_types import NotNegative
 from roll_opd.data.dataset import Prompt
-from roll_opd.data.indexing import encode, render_row
 from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.usable_rows import encode, render_row
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.corrections import check_staleness
 from roll_opd.objective.reference_kl import first_kl_coef

@@ -164,7 +164,7 @@ class TopkSource(Protocol):
 
 @dataclass(frozen=True)
 class Scorers:
-    """The teachers of a run and its reference policy.
+    """The teachers of a run and its reference policy. `pipelines.distill` adds the student's own old log-probs.
 
     If `targets_for` is set, the teachers also compute the targets of this objective. If `student` is set too, the
     targets are the teachers' log-probs of the student's most likely tokens.

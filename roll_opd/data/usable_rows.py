@@ -1,4 +1,4 @@
-"""Build the index of a data set, in one pass that checks every row.
+"""Build the index of the usable rows of a data set, in one pass that renders and checks every row.
 
 The index takes about 30 bytes per usable row. Legend: N prompts, F files.
 """
