@@ -143,7 +143,10 @@ def test_rolls_one_probability_is_no_interleaving(root: Path, plan: Callable[...
         ({PROBS: {"math_rule": 1.5, "code_sandbox": -0.5}}, [f"{PROBS}.code_sandbox: ", "greater than", "-0.5"]),
         ({PROBS: {"math_rule": 0.5, "code_sandbox": "a lot"}}, [f"{PROBS}.code_sandbox: ", "number", "a lot"]),
         ({PROBS: {"math_rule": 0.5, "code_sandbx": 0.5}}, [f"{PROBS}.code_sandbx: ", "mean 'code_sandbox'?"]),
-        ({PROBS: {"math_rule": 0.5, "poems": 0.5}}, [f"{PROBS}.poems: 'poems' is neither", "Known: code,"]),
+        (
+            {PROBS: {"math_rule": 0.5, "poems": 0.5}},
+            [f"{PROBS}.poems: 0.5 is given to 'poems', which is neither", "Known: code,"],
+        ),
         ({PROBS: {"math_rule": 0.5, "gsm8k": 0.5}}, [f"{PROBS}.gsm8k: tag 'gsm8k' also belongs to 'math_rule'"]),
         ({PROBS: [0.5, 0.5]}, [f"{PROBS}: ", "[0.5, 0.5]"]),
         ({f"{DATA}.interleave_probs": "0.5"}, ["interleave_probs: 0.5 sum to 0.5"]),
