@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, int]]] = {  # name -> sizes of 
     "mixture ep2 pp2": (MIXTURE, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
     "dense tp2 pp2": (DENSE, {"tp": 2, "pp": 2}),
 }
-COLLECTIVES = ("gather", "broadcast", "send", "irecv", "all_gather_into_tensor", "all_gather_object")
+COLLECTIVES = ("gather", "broadcast", "send", "recv", "batch_isend_irecv", "all_gather_object")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

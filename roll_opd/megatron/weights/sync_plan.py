@@ -1,11 +1,11 @@
-"""Gather the parameters of a Megatron model into full Hugging Face tensors, one collective per layer and kind.
+"""Gather the parameters of a Megatron model into full Hugging Face tensors, layer by layer.
 
 A plan is made once, with one exchange of objects between all ranks. It describes every full tensor: name, dtype, shape
 and group. A group has the tensors of one layer, or those before or after all layers, as in vLLM's weight transfer. A
-sync only exchanges values: each rank packs its shards of a chunk (one kind and dtype of a group) into one tensor; the
-packed tensors are gathered on a stage, transferred to where they are needed, and joined there.
+sync only exchanges values: each rank packs its shards of a chunk (one kind and dtype of a group) into one tensor and
+sends it to the receivers, which join the shards of all senders.
 
-Legend: R ranks of a stage that have parts of a chunk's parameters, N values of a chunk on one rank.
+Legend: R senders of a chunk, N values of a chunk on one rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -83,12 +83,12 @@ class ShardChunk:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A chunk on its way to this rank, from it or past it."""
+    """A chunk on its way."""
 
     chunk: ShardChunk
-    own: Sequence[Tensor] = ()  # this rank's values, if it sends them; they must live until the work is done
-    packed_RN: Tensor | None = None  # where the values of all ranks arrive
-    work: Any = None  # the collective, unless this rank has all values
+    values: Sequence[Tensor] = ()  # shards of a chunk that stays on this rank
+    packed_RN: Tensor | None = None  # shards of all senders; on a sender that does not receive, only its own
+    works: Sequence[Any] = ()  # collectives that read or write `packed_RN`
 
 
 Parameters = Sequence[tuple[ParameterShard, Callable[[], Tensor]]]  # a rank's shards, and functions that return them
@@ -105,15 +105,19 @@ class SyncPlan:
         """
         self._values, self._sizes = [value for _, value in parameters], sizes
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
-        # the rank that receives the parts of its stage
-        self._is_first = (
-            tensor_rank()[0] == 0 and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        )
+        places = [_place(is_expert=is_expert) for is_expert in (False, True)]
+        is_first = places[0] == (0, 0)  # in its stage
         listed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(listed, [shard for shard, _ in parameters] if self._is_first else None)
-        self._first_ranks = [rank for rank, shards in enumerate(listed) if shards is not None]
-        experts = parallel_state.get_expert_tensor_and_model_parallel_group().size()
-        self._groups = grouped([listed[rank] for rank in self._first_ranks], tensor_rank()[1], experts)
+        dist.all_gather_object(listed, (self._stage, places, [shard for shard, _ in parameters] if is_first else None))
+        described = {stage: shards for stage, _, shards in listed if shards is not None}
+        # ranks whose shards make up the parameters of a stage; other replicas have the same
+        self._senders: dict[tuple[int, bool], list[int]] = {}
+        for is_expert in (False, True):
+            for (replica, _), rank in sorted((found[1][is_expert], rank) for rank, found in enumerate(listed)):
+                if replica == 0:
+                    self._senders.setdefault((listed[rank][0], is_expert), []).append(rank)
+        ranks = [len(self._senders[0, is_expert]) for is_expert in (False, True)]
+        self._groups = grouped([described[stage] for stage in sorted(described)], *ranks)
         self.groups = [[tensor for chunk in group for tensor in self._full(chunk)] for group in self._groups]
 
     def held_names(self) -> set[str]:
@@ -164,48 +168,42 @@ class SyncPlan:
             yield present[0], self._finish(present[1], receivers)
 
     def _start(self, chunk: ShardChunk, receivers: Receivers) -> Arrival:
-        """Start to gather a chunk in its stage; on rank 0, also to receive it from another stage."""
-        group, replica = _group_of(chunk.kind, receivers)
-        if chunk.kind.stage != self._stage:
-            if receivers is not Receivers.FIRST or not self._is_first or self._stage != 0:
-                return Arrival(chunk)
-            packed_RN = self._empty(chunk, receivers)
-            return Arrival(chunk, (), packed_RN, dist.irecv(packed_RN, group=_stages(), group_src=chunk.kind.stage))
-        if replica and receivers is not Receivers.STAGE:  # the first replica has the same values
-            return Arrival(chunk)
-        values = [self._values[number]().detach() for number in chunk.numbers]
-        if group.size() == 1:
-            return Arrival(chunk, values)
-        own_N = torch.cat([value.flatten() for value in values])
+        """Start to send and to receive a chunk."""
+        group: Any = dist.group.WORLD
+        rank, senders = dist.get_rank(), self._senders[chunk.kind.stage, chunk.kind.is_expert]
         if receivers is Receivers.STAGE:
-            packed_RN = self._empty(chunk, receivers)
-            work = dist.all_gather_into_tensor(packed_RN.view(-1), own_N, group=group, async_op=True)
-            return Arrival(chunk, [own_N], packed_RN, work)
-        into = self._empty(chunk, receivers) if group.rank() == 0 else None
-        parts = None if into is None else list(into)
-        return Arrival(chunk, [own_N], into, dist.gather(own_N, parts, group=group, group_dst=0, async_op=True))
+            if chunk.kind.stage != self._stage:
+                return Arrival(chunk)
+            group = _tensor_group(chunk.kind)
+            senders = dist.get_process_group_ranks(group)
+        values = [self._values[number]().detach() for number in chunk.numbers] if rank in senders else []
+        only_first = receivers is Receivers.FIRST
+        if senders == [rank] and (group.size() == 1 or (only_first and rank == 0)):
+            return Arrival(chunk, values)
+        if only_first and rank and not values:
+            return Arrival(chunk)
+        ranks, length = 1 if only_first and rank else len(senders), sum(shard.shape.numel() for shard in chunk.shards)
+        packed_RN = torch.empty(ranks, length, dtype=chunk.kind.dtype, device=torch.cuda.current_device())
+        if values:
+            own = 0 if ranks == 1 else senders.index(rank)
+            torch.cat([value.flatten() for value in values], out=packed_RN[own])
+        if not only_first:
+            works = [dist.broadcast(packed_RN[n], sender, group, async_op=True) for n, sender in enumerate(senders)]
+        elif rank:
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, packed_RN[0], 0)])
+        else:
+            others = [(n, sender) for n, sender in enumerate(senders) if sender]
+            works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, packed_RN[n], sender) for n, sender in others])
+        return Arrival(chunk, (), packed_RN, works)
 
     def _finish(self, arrival: Arrival, receivers: Receivers) -> Named:
         """Return the full tensors of a chunk; an empty list on ranks that do not receive them."""
-        chunk, packed_RN, stage = arrival.chunk, arrival.packed_RN, arrival.chunk.kind.stage
-        stays = (
-            receivers is Receivers.STAGE or (receivers is Receivers.FIRST and stage == 0) or dist.get_world_size() == 1
-        )
-        if arrival.work:
-            arrival.work.wait()
-        elif arrival.own and stays:
-            runs = [([shard], [value[None]]) for shard, value in zip(chunk.shards, arrival.own, strict=True)]
+        chunk, packed_RN = arrival.chunk, arrival.packed_RN
+        for work in arrival.works:
+            work.wait()
+        if packed_RN is None or (receivers is Receivers.FIRST and dist.get_rank()):
+            runs = [([shard], [value[None]]) for shard, value in zip(chunk.shards, arrival.values, strict=False)]
             return self._joined(runs, chunk.kind, receivers)
-        elif arrival.own:
-            packed_RN = torch.cat([value.flatten() for value in arrival.own])[None]
-        if receivers is Receivers.ALL and not stays:
-            packed_RN = self._empty(chunk, receivers) if packed_RN is None else packed_RN
-            dist.broadcast(packed_RN, self._first_ranks[stage])
-        elif packed_RN is not None and not stays and stage == self._stage:
-            dist.send(packed_RN, group=_stages(), group_dst=0)
-            return []
-        if packed_RN is None:
-            return []
         pieces = packed_RN.split([len(run) * run[0].shape.numel() for run in chunk.runs], 1)
         parts = [
             piece.view(-1, len(run), *run[0].shape).unbind() for run, piece in zip(chunk.runs, pieces, strict=True)
@@ -232,11 +230,6 @@ class SyncPlan:
                     one = tensors[expert_rank - first][number] if here else [None] * len(names)
                     found += zip(names, one, strict=True)
         return found
-
-    def _empty(self, chunk: ShardChunk, receivers: Receivers) -> Tensor:
-        """Return memory for the packed values of all ranks that have parts of a chunk."""
-        ranks, length = _group_of(chunk.kind, receivers)[0].size(), sum(shard.shape.numel() for shard in chunk.shards)
-        return torch.empty(ranks, length, dtype=chunk.kind.dtype, device=torch.cuda.current_device())
 
 
 def grouped(stages: Sequence[Sequence[ParameterShard]], ranks: int, expert_ranks: int) -> list[list[ShardChunk]]:
@@ -305,22 +298,22 @@ def _join(slicing: TensorSlice, parts: Sequence[Tensor], sizes: SliceSizes) -> l
     return list(zip(*(tensors.unbind() for tensors in joined), strict=True))
 
 
-def _group_of(kind: ShardKind, receivers: Receivers) -> tuple[dist.ProcessGroup, int]:
-    """Return the ranks that gather shards of a kind, and the number of this rank's replica of its stage."""
-    if not kind.is_expert:
-        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        return parallel_state.get_tensor_model_parallel_group(), replica
-    if receivers is Receivers.STAGE:
-        return parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_rank()
-    group = parallel_state.get_expert_tensor_and_model_parallel_group()
-    return group, parallel_state.get_expert_data_parallel_rank()
+def _place(*, is_expert: bool) -> tuple[int, int]:
+    """Return this rank's replica of its stage, and the number of its part of the parameters."""
+    if is_expert:
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        return parallel_state.get_expert_data_parallel_rank(), group.rank()
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True), tensor_rank()[0]
+
+
+def _tensor_group(kind: ShardKind) -> dist.ProcessGroup:
+    """Return the ranks over which a parameter of a kind is split."""
+    if kind.is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _first_expert_rank(kind: ShardKind, receivers: Receivers) -> int:
     """Return the first of the expert ranks whose parts are gathered."""
     in_stage = kind.is_expert and receivers is Receivers.STAGE
     return parallel_state.get_expert_model_parallel_rank() if in_stage else 0
-
-
-def _stages() -> dist.ProcessGroup:
-    return parallel_state.get_pipeline_model_parallel_group()
