@@ -162,8 +162,8 @@ WRONG_FORMULAS = (
     ),
     WrongFormula(
         "leave-one-out that divides by the whole group",
-        "(rewards_B[members].sum() - rewards_B[members]) / (len(members) - 1)",
-        "(rewards_B[members].sum() - rewards_B[members]) / len(members)",
+        "(rewards.sum() - rewards) / (len(rewards) - 1)",
+        "(rewards.sum() - rewards) / len(rewards)",
         (ADVANTAGES,),
     ),
     WrongFormula(
