@@ -14,7 +14,7 @@ from roll_opd.config.plan import RunPlan, SamplingPlan
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extras.games import make
 from roll_opd.extras.games.environment_interface import Environment
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.rollout.workflow_protocol import sample_seed
 from roll_opd.samples.sample import Sample, as_columns
 

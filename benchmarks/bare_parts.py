@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 
 CLOSE_SECONDS = 20
 TURNS = 3  # moves of a role off its device and back

@@ -15,7 +15,7 @@ from driver_cost import DriverCost
 from lengths import LONGEST, lengths_of
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.pipelines import start_roles
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.rewards.interface import Score, Scored

@@ -83,8 +83,8 @@ RIGHT = {
     # prompts to a model, which are part of published results or of a game's rules
     ("roll_opd/extras/games/guess_number.py", "told"),
     ("roll_opd/extras/graders/rewards/llm_judge.py", "asked"),
-    ("roll_opd/extras/graders/judging.py", "says"),
-    ("roll_opd/extras/graders/judging.py", "what it says"),
+    ("roll_opd/extras/graders/judge_prompts.py", "says"),
+    ("roll_opd/extras/graders/judge_prompts.py", "what it says"),
     ("roll_opd/extras/games/workflows/environment_workflow.py", "asked"),
 }
 

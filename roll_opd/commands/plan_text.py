@@ -20,7 +20,7 @@ from roll_opd.config.schema import (
 )
 from roll_opd.models.device_phases import members_on_gpus
 from roll_opd.models.memory import device_memory, fullest, readable_bytes
-from roll_opd.planner.strategies import short_devices
+from roll_opd.planner.device_mapping import short_devices
 from roll_opd.rewards.reward_registry import REWARDS
 from roll_opd.rollout.staleness import Pace
 

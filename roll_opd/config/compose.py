@@ -34,7 +34,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from roll_opd.base.failures import ConfigError, file_kind, os_sentence
 from roll_opd.base.paths import REPOSITORY, PathError, expanded
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.overrides import SEARCH_PATH, SearchPath, hydra_arguments, is_group, search_path
+from roll_opd.config.override_syntax import SEARCH_PATH, SearchPath, hydra_arguments, is_group, search_path
 from roll_opd.config.yaml_files import LOADER, check_file, use_checked_files, value_problem, yaml_message
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -21,7 +21,10 @@ import torch
 
 from roll_opd.config.plan import LoraPlan, ModelPlan, SamplingPlan
 from roll_opd.inference.adapter_update import AdapterUpdate
-from roll_opd.inference.completion import (
+from roll_opd.inference.engine_arguments import UNIPROC, vllm_arguments
+from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors, unlink_shared_memory
+from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.inference.vllm_requests import (
     Completion,
     check_prompts,
     completion_of,
@@ -31,9 +34,6 @@ from roll_opd.inference.completion import (
     token_logprobs,
     token_prompt,
 )
-from roll_opd.inference.engine_arguments import UNIPROC, vllm_arguments
-from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors, unlink_shared_memory
-from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.engine_options import DTYPE_NAMES
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 

@@ -27,7 +27,7 @@ from roll_opd.objective.engine_evidence import (
 )
 from roll_opd.samples.call_settings import CALL_SETTINGS, FIELDS, UNKNOWN
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.teacher_checks import Check
+from roll_opd.teachers.logprob_checks import Check
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.student import Student
 

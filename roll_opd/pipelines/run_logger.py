@@ -19,7 +19,7 @@ from roll_opd.objective.external_advantages import token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.run_hooks import RunHooks
-from roll_opd.pipelines.sample_record import (
+from roll_opd.pipelines.sample_texts import (
     as_f32,
     example_prompt,
     logprobs_of,
@@ -32,7 +32,7 @@ from roll_opd.pipelines.sample_record import (
 from roll_opd.pipelines.settings_history import History
 from roll_opd.rollout.runs import Batch
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.teacher_checks import Check, table
+from roll_opd.teachers.logprob_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, Progress, validation
 from roll_opd.tracking.ledger import Ledger

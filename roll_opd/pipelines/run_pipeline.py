@@ -33,7 +33,7 @@ from roll_opd.pipelines.settings_history import History
 from roll_opd.pipelines.shutdown import Ending
 from roll_opd.pipelines.start_checks import Inputs
 from roll_opd.pipelines.startup import begin
-from roll_opd.planner.strategies import short_devices
+from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.console import show_progress
 from roll_opd.tracking.run_directory import RunDirectory, checksum, lock_run
 from roll_opd.tracking.stdout_tee import CONSOLE_LOG, StdoutTee, tee_output

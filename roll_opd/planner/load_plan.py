@@ -27,9 +27,9 @@ from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
 from roll_opd.planner import (
-    check_devices,
     check_files,
     check_values,
+    device_mapping,
     role_parts,
     rollout_parts,
     row_plans,
@@ -156,7 +156,7 @@ def _common(loaded: LoadedConfig, top: Run, sections: Sections) -> dict[str, Any
         "output_dir": output_dir,
         "logging_dir": check_files.check_logging(top, exp_name),
         "exp_name": exp_name,
-        "num_nodes": check_devices.nodes(sections.placed(), top),
+        "num_nodes": device_mapping.nodes(sections.placed(), top),
         "devices_per_node": top.num_gpus_per_node,
         "checkpoint": CheckpointPlan(**shared(CheckpointKeys, top), resume=resume),
         "trackers": tuple(trackers),
@@ -186,5 +186,5 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, sections: Sections)
         config_yaml=OmegaConf.to_yaml(OmegaConf.create(without_secrets(loaded.values))),
     )
     top.diag.warn_unused()  # all keys have been read
-    check_devices.check_memory(finished, top.diag)
+    device_mapping.check_memory(finished, top.diag)
     return finished

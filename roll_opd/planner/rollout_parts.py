@@ -22,9 +22,9 @@ from roll_opd.data.files import first_tags
 from roll_opd.objective.algorithms import loss_facts
 from roll_opd.planner import (
     check_async,
-    check_devices,
     check_objective,
     check_values,
+    device_mapping,
     role_parts,
     row_plans,
     teacher_sections,
@@ -64,7 +64,7 @@ def fields(sections: Sections) -> dict[str, Any] | None:
     check_values.check_replay_of_turns(top.workflow, sections.train)
     check_objective.check_objective(top, sections.mode)
     check_objective.check_topk(top, sections.shared_vocabulary)
-    check_devices.check_devices(sections.placed(), top)
+    device_mapping.check_devices(sections.placed(), top)
     check_async.check_async(top, sections)
     top = sections.top = check_values.read_sizes(sections, top)
     teacher_sections.check_teachers(sections, top)

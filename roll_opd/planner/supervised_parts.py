@@ -22,7 +22,7 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.objective.registry import POLICY_LOSSES, AlgorithmError
-from roll_opd.planner import check_devices, check_values, role_parts, row_plans
+from roll_opd.planner import check_values, device_mapping, role_parts, row_plans
 from roll_opd.planner.read_sections import Sections
 
 PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys whose values are in other fields of the plan
@@ -34,7 +34,7 @@ def fields(sections: Sections) -> dict[str, Any] | None:
     top, train = sections.top, sections.train
     if not isinstance(top, Supervised) or train is None:
         return None
-    check_devices.check_devices(sections.placed(), top)
+    device_mapping.check_devices(sections.placed(), top)
     length = top.sequence_length
     check_values.check_positions(top, sections.all(), length, str(length), "sequence_length")
     if isinstance(top, OfflineDistill):

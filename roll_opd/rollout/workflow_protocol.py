@@ -12,7 +12,7 @@ import numpy as np
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt, derived_seed
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.samples.sample import Sample, as_columns
 from roll_opd.workers.sampler import Request, SamplingSession
 

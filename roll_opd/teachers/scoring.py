@@ -16,7 +16,7 @@ from typing import Protocol
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.samples.sample import Sample, TargetRef, changed, chunks_column, logprobs_column, with_columns
-from roll_opd.teachers.teacher_checks import Check
+from roll_opd.teachers.logprob_checks import Check
 from roll_opd.teachers.teacher_interface import LOGPROBS, Target, TeacherAnswer, TeacherScorer, Wanted
 from roll_opd.teachers.views import TeacherView
 from roll_opd.tracking.step_metrics import Cut, cut_of

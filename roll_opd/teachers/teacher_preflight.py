@@ -1,6 +1,6 @@
 """The teacher preflight: a check of each teacher before the first update. See docs/teacher-preflight.md.
 
-Student and teacher score a few samples, and `teacher_checks` judges their log-probs. The preflight uses the first
+Student and teacher score a few samples, and `logprob_checks` judges their log-probs. The preflight uses the first
 samples of the run and generates no other samples. It computes the log-probs of the first update a second time and
 compares the two results. The preflight does not change any random state, so it has no effect on the results of a run.
 
@@ -22,9 +22,9 @@ from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.models.weight_files import WINDOW_LAYERS, lost_layer_hints
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, changed, chunks_column
+from roll_opd.teachers.logprob_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scoring import Teacher, coverage_checks
-from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
 from roll_opd.workers.group import WorkerGroup

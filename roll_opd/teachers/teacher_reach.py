@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.teachers.teacher_checks import Check, Verdict
+from roll_opd.teachers.logprob_checks import Check, Verdict
 
 PARTS = 8  # number of parts of a text; one part is changed
 SMALLEST = 1e-6  # nats; log-probs with a smaller difference count as equal

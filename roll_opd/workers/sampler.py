@@ -12,8 +12,8 @@ import ray
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
-from roll_opd.inference.completion import Completion
 from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.models.device_phases import NOTHING, SERVING, WEIGHTS, Kind, Part, Phase, needs
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from roll_opd.data.templates import token_ids
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.samples.call_settings import OF_RUN
 from roll_opd.samples.versions import Versions, concatenated
 from roll_opd.workflows.workflow_experience import Experience

@@ -14,7 +14,7 @@ from torch import Tensor
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.template_check import omission_of_shape
 from roll_opd.data.templates import token_ids
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.samples.call_settings import call_row
 from roll_opd.workflows.call_tree import Call, CallTree, experience
 from roll_opd.workflows.run_state import RUN, ModelClients, ModelFacts, RunState

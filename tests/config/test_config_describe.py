@@ -13,8 +13,8 @@ from roll_opd.commands.describe import to_json
 from roll_opd.commands.main import main
 from roll_opd.commands.plan_text import to_text
 from roll_opd.models.memory import readable_bytes
+from roll_opd.planner.device_mapping import short_devices
 from roll_opd.planner.load_plan import load_plan
-from roll_opd.planner.strategies import short_devices
 
 
 def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from roll_opd.planner.strategies import parse_device_mapping
+from roll_opd.planner.device_mapping import parse_device_mapping
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.pipelines.sample_record import example_prompt
+from roll_opd.pipelines.sample_texts import example_prompt
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.tracking.results import loading
 

@@ -7,7 +7,7 @@ import numpy as np
 from inference_models import Running
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 
 PROMPTS = [np.random.default_rng(seed).integers(2, 99, 3 + seed % 20).tolist() for seed in range(64)]
 BATCH = ([prompt for prompt in PROMPTS for _ in range(2)], SamplingPlan(max_new_tokens=24), range(128))

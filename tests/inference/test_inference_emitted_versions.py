@@ -13,8 +13,8 @@ from emitting_model import FIRST, Emitting, spans
 from inference_models import keeping_pause
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.completion import Completion
 from roll_opd.inference.tool_calls import HERMES, find_parser
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.workflows.endpoint.server import PolicyServer
 from roll_opd.workflows.model_wrapper import ModelWrapper
 from roll_opd.workflows.run_state import RUN, RunState

@@ -10,7 +10,7 @@ import torch
 from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_model
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 
 VERSIONS = itertools.count(1)
 PROMPTS = [[5, 6, 7], [50, 40, 30, 20, 10], [3], list(range(2, 42))]

@@ -13,8 +13,8 @@ from inference_models import Running, buckets_of, hf_logprobs, keeping_pause, ma
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference import vllm_engine
-from roll_opd.inference.completion import Completion, completion_of
 from roll_opd.inference.engine_arguments import CPU_BLOCK
+from roll_opd.inference.vllm_requests import Completion, completion_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 

@@ -3,7 +3,7 @@
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from roll_opd.inference.completion import stop_token_ids
+from roll_opd.inference.vllm_requests import stop_token_ids
 
 
 def test_special_tokens_among_stop_strings() -> None:

@@ -11,7 +11,7 @@ import pytest
 from roll_opd.config.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.rollout.workflow_protocol import sample_of
 from roll_opd.samples.sample import Sample, as_columns
 from roll_opd.samples.transport import Compact

@@ -19,7 +19,7 @@ from roll_opd.config.plan import (
     SamplingPlan,
     TeacherPlan,
 )
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.scoring import Scorers

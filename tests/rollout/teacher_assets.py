@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.samples.micro_batches import Packing, ShardedBatch
 from roll_opd.samples.sample import Sample, as_columns
+from roll_opd.teachers.logprob_checks import Check
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scoring import Teacher
-from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.teachers.views import SameTokens
 from roll_opd.workers.student import Student

@@ -22,7 +22,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import PromptSource
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.staleness import Pace

@@ -11,7 +11,7 @@ import pytest
 from sampling_assets import SAMPLING, Engine, RewardPool, written
 
 from roll_opd.base.failures import RunError
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.validation_runs import SECONDS, ConcurrentValidation
 from roll_opd.rollout.workflow_protocol import SingleTurn

@@ -12,7 +12,7 @@ import pytest
 from sampling_assets import SAMPLING, Engine, rollout_of, scorers, written
 
 from roll_opd.base.failures import RunError
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.rollout.finished_groups import read_groups, write_groups
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch, FinishedGroup

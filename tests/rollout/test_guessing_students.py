@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from roll_opd.teachers.teacher_checks import Readings, Settings, checks
+from roll_opd.teachers.logprob_checks import Readings, Settings, checks
 
 VOCAB, TOKENS = 320, 300
 

@@ -38,7 +38,7 @@ from roll_opd.objective.reference_kl import kl_coefs
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.samples.micro_batches import Packing, ShardedBatch
 from roll_opd.samples.sample import Sample, TargetRef, as_columns, teacher_columns
-from roll_opd.teachers.teacher_checks import Check
+from roll_opd.teachers.logprob_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.tracking.console import Console, progress_line
 from roll_opd.tracking.reward_metrics import reward_metrics, validation_metrics

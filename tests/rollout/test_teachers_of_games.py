@@ -21,7 +21,7 @@ from roll_opd.base.paths import REPOSITORY
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extras.games import make
 from roll_opd.samples.sample import Sample, as_columns, teacher_columns
-from roll_opd.teachers.teacher_checks import FEW, Check
+from roll_opd.teachers.logprob_checks import FEW, Check
 from roll_opd.teachers.teacher_preflight import (
     FEWEST,
     MAX_TOKENS,

@@ -20,7 +20,7 @@ from roll_opd.config.plan import ContextPlan, ModelPlan, TeacherPlan
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.samples.sample import Sample, teacher_columns
 from roll_opd.samples.sample import changed as with_fields
-from roll_opd.teachers.teacher_checks import WIDTH, Check, table
+from roll_opd.teachers.logprob_checks import WIDTH, Check, table
 from roll_opd.teachers.views import view_of
 
 DEMO = REPOSITORY / "examples/demo"

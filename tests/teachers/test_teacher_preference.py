@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from roll_opd.teachers.teacher_checks import preference_check, standard_errors
+from roll_opd.teachers.logprob_checks import preference_check, standard_errors
 
 GROUPS, SIZE = 32, 2
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 
 
 class Sampled:

@@ -17,7 +17,7 @@ from roll_opd.extras.cards.card_settings import public, settings_table, steps_te
 from roll_opd.extras.cards.origin import base_model, cached, model_name
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.pipelines.run_hooks import RunHook
-from roll_opd.pipelines.sample_record import NEUTRAL
+from roll_opd.pipelines.sample_texts import NEUTRAL
 from roll_opd.pipelines.settings_history import RunPart
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions

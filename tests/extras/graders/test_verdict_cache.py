@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.extras.graders.judging import VerdictCache
+from roll_opd.extras.graders.judge_prompts import VerdictCache
 
 
 class Oracle:

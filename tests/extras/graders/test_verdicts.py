@@ -7,7 +7,7 @@ import re
 import pytest
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.extras.graders.judging import (
+from roll_opd.extras.graders.judge_prompts import (
     JUDGE_PROMPTS,
     YES_OR_NO,
     Verdict,

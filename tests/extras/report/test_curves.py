@@ -6,7 +6,7 @@ import numpy as np
 
 from roll_opd.extras.report.curves import averaged, downsample, ends, spread, trend
 from roll_opd.extras.report.samples import fair_limit
-from roll_opd.pipelines.sample_record import token_ends
+from roll_opd.pipelines.sample_texts import token_ends
 from roll_opd.tracking.run_directory import to_json
 from tests.each import each
 

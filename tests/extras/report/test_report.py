@@ -23,7 +23,7 @@ from roll_opd.extras.report.panels import before_after, charts
 from roll_opd.extras.report.run_files import find_run, read_run
 from roll_opd.extras.report.samples import agreement, shaped
 from roll_opd.extras.report.text import script_json, visible
-from roll_opd.pipelines.sample_record import teacher_cuts_of
+from roll_opd.pipelines.sample_texts import teacher_cuts_of
 from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.results import duration, totals

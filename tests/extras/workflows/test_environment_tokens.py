@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.extras.games.workflows.environment_workflow import EnvironmentWorkflow
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.workflows import Experience, ModelWrapper, Task
 from tests.extras.workflows.test_environment_workflow import BY_STEP, MODEL, task
 from tests.workflows.sampled import Sampled

@@ -16,7 +16,7 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.extras.trinity.workflows.multi_step import TryAgainWorkflow
 from roll_opd.extras.trinity.workflows.single_turn import BOXED, THINK_AND_BOX
-from roll_opd.inference.completion import Completion
+from roll_opd.inference.vllm_requests import Completion
 from roll_opd.workflows import (
     WORKFLOWS,
     AsyncMathBoxedWorkflow,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from roll_opd.base.paths import find_path, places
-from roll_opd.extras.graders.judging import (
+from roll_opd.extras.graders.judge_prompts import (
     JUDGE_PROMPTS,
     JudgePrompt,
     ReadVerdict,
