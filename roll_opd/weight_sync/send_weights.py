@@ -70,7 +70,7 @@ class SharedMemorySync:
     student: ActorGroup
     engines: ActorGroup
     dtype: str
-    adapter: bool
+    adapter: bool = False
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
         """See `WeightSync.push`. Followers always get whole weights."""

@@ -22,11 +22,11 @@ def submit_slowly(running: Running) -> list[bool]:
     llm = running.engine._llm
     add_request, paused = llm.add_request, []
 
-    async def add_late(*arguments: Any) -> Any:
+    async def add_late(*arguments: Any, **options: Any) -> Any:
         if len(paused) % 40 == 0:
             await asyncio.sleep(0.05)
         paused.append(await llm.is_paused())
-        return await add_request(*arguments)
+        return await add_request(*arguments, **options)
 
     llm.add_request = add_late
     return paused

@@ -141,7 +141,7 @@ class Student:
         await self._loop.turn()
         return ["here"] * len(self.actors)
 
-    async def ask(self, rank: int, method: str, *_: Any) -> Any:
+    async def ask(self, rank: int, method: str, *_: Any, **__: Any) -> Any:
         await self._loop.turn()
         self._left = BUCKETS if method == "export_weights" and not rank else self._left
         self._left -= method in ("export_weights", "next_bucket") and not rank

@@ -274,7 +274,7 @@ FAULTS = {
     "hang": ("environment_timeout", "step did not finish within step_timeout, 0.5 s"),
     "a number": ("environment_invalid", "step returned int; return (observation, reward"),
     "observation": ("environment_invalid", "step returned the observation int; return a string"),
-    "reward": ("environment_invalid", "step returned the reward 'much'; return a finite number"),
+    "reward": ("environment_invalid", "step returned the reward 'much'; return a number or a bool"),
     "nan": ("environment_invalid", "step returned the reward nan; return a finite number"),
     "info": ("environment_invalid", "returned info as list of 1; return a dict"),
     "short": ("environment_invalid", "step returned tuple of 4"),

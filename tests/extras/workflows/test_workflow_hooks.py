@@ -388,7 +388,7 @@ def test_looking_for_what_does_not_exist_raises_no_import_error(name: str) -> No
     """`hasattr` and a default of `getattr` work; only `from ... import ...` raises, with the advice."""
     assert not hasattr(workflows, name)
     assert getattr(workflows, name, None) is None
-    with pytest.raises(ImportError, match="Status of Trinity-RFT does not exist here: return experiences"):
+    with pytest.raises(ImportError, match="Status of Trinity-RFT does not exist here: return a list of experiences"):
         from roll_opd.workflows import Status  # noqa: F401
 
 
