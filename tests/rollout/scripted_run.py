@@ -251,7 +251,7 @@ async def trained(loop: ScriptedLoop, case: Case, source: Any, patch: pytest.Mon
         reserved = Engines(loop, replace(case, engines=1))
         sync = SharedMemorySync(student, reserved, "fp32")  # type: ignore[arg-type]
         workers = replace(workers, validation_sampler=Sampler(reserved, sync))  # type: ignore[arg-type]
-    rollout = SimpleNamespace(sampling=SAMPLING, engines=case.engines, engine_args={})
+    rollout = SimpleNamespace(sampling=SAMPLING, engines=case.engines, engine_args={}, speculates=False)
     plan: Any = SimpleNamespace(
         async_generation_ratio=case.bound,
         async_depth=case.depth,
