@@ -18,8 +18,8 @@ from roll_opd.base.failures import ConfigError, DiskFull, RunError, SkippedUpdat
 from roll_opd.cluster import runtime
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.stall_watchdog import watchdog
 from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartupProgress
-from roll_opd.cluster.waits import watchdog
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
 from roll_opd.pipelines.check_user_code import loop_of
@@ -38,7 +38,7 @@ from roll_opd.tracking.console import show_progress
 from roll_opd.tracking.run_directory import RunDirectory, checksum, lock_run
 from roll_opd.tracking.stdout_tee import CONSOLE_LOG, StdoutTee, tee_output
 from roll_opd.tracking.trackers import Trackers
-from roll_opd.workers.group import watched
+from roll_opd.workers.liveness import watched
 from roll_opd.workers.worker_progress import running_calls
 
 

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.waits import WAITS
+from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.models.device_phases import Phase
@@ -29,7 +29,7 @@ from roll_opd.samples.versions import sampling_versions
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Progress
-from roll_opd.tracking.reward_metrics import validation_metrics
+from roll_opd.tracking.validation_metrics import validation_metrics
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.sampler import Sampler

@@ -16,13 +16,8 @@ from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_end
 from roll_opd.models.token_bytes import check_format
-from roll_opd.models.tokenizer_files import (
-    TokenizerComparison,
-    compare_tokenizers,
-    has_chat_template,
-    has_tokenizer,
-    largest_token_id,
-)
+from roll_opd.models.tokenizer_comparison import TokenizerComparison, compare_tokenizers
+from roll_opd.models.tokenizer_files import has_chat_template, has_tokenizer, largest_token_id
 from roll_opd.planner.read_sections import Sections
 from roll_opd.planner.role_reader import MODEL
 from roll_opd.planner.row_plans import Rows, data_sets

@@ -18,7 +18,7 @@ from typing import Any
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
-from roll_opd.cluster.waits import WAITS
+from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.objective.filters import GroupFilter

@@ -18,7 +18,8 @@ from roll_opd.base.failures import RunError
 from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelInfo, read_model
-from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
+from roll_opd.models.tokenizer_comparison import compare_tokenizers
+from roll_opd.models.tokenizer_files import added_ids
 from roll_opd.models.weight_files import WINDOW_LAYERS, lost_layer_hints
 from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, changed, chunks_column

@@ -15,7 +15,8 @@ from roll_opd.objective.external_advantages import token_level_rewards
 from roll_opd.objective.reference_kl import reference_kl_mean
 from roll_opd.objective.reverse_kl import reverse_kl
 from roll_opd.samples.sample import Sample, end_to_end, one_a_run, picked
-from roll_opd.tracking.reward_metrics import mean_stderr, statistics
+from roll_opd.tracking.reward_metrics import statistics
+from roll_opd.tracking.validation_metrics import mean_stderr
 
 
 @dataclass(frozen=True)

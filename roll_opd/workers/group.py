@@ -10,31 +10,26 @@ dead Ray processes.
 """
 
 import asyncio
-import threading
-import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 import ray
-from ray._private.state import actors
 
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.runtime import ended_processes
-from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
-from roll_opd.cluster.waits import WAITS
+from roll_opd.cluster.stall_watchdog import WAITS
+from roll_opd.cluster.startup_progress import ProcessDied
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.models.device_phases import Kind, declare
 from roll_opd.samples.micro_batches import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.transport import Compact
-
-_NAMES: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # running actors -> names in messages
+from roll_opd.workers.liveness import NAMES_OF_ACTORS, ended_of_ray, is_death
 
 Reference = ray.ObjectRef  # reference to a value in the object store, fetched on first use
 
@@ -71,7 +66,7 @@ class ActorGroup:
         """
         self.actors, self.names = tuple(actors), tuple(names)
         self._hosts: list[str] = []
-        _NAMES.update(zip(self.actors, self.names, strict=False))
+        NAMES_OF_ACTORS.update(zip(self.actors, self.names, strict=False))
 
     def in_turn(self, turn: Turn) -> Self:
         """Return the same actors. Each call of a method is made in the context `turn(method)`."""
@@ -166,7 +161,7 @@ class ActorGroup:
             with self._waiting(actor, method):
                 return await coming
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-            if not (self.names and _is_death(error)):
+            if not (self.names and is_death(error)):
                 raise
             raise ProcessDied(self.names[actor], error, ended_of_ray()) from error
 
@@ -175,7 +170,7 @@ class ActorGroup:
         if not self._has_adapter:
             return
         for actor in self.actors:
-            _NAMES.pop(actor, None)
+            NAMES_OF_ACTORS.pop(actor, None)
             ray.kill(actor)
 
 
@@ -272,66 +267,5 @@ def _sharded(
     return shard_batch(samples, group.packing.assign(sequences, group.plan.forward_limits), sent)
 
 
-def dead_actor() -> str | None:
-    """Return a message if an actor of a running group is dead, else None.
-
-    If Ray does not respond, the result is None too.
-    """
-    try:
-        names = {actor._actor_id.hex(): name for actor, name in _NAMES.items()}
-        job = ray.get_runtime_context().get_job_id()
-        found = actors(job_id=ray.JobID.from_hex(job), actor_state_name="DEAD") if names else {}
-    except Exception:  # Ray is stopping or has lost its GCS, or a group was added concurrently
-        return None
-    ended = ((names[key], each) for key, each in found.items() if key in names)
-    return next((f"{name} has died: {exit_detail(str(each.get('DeathCause') or ''))}" for name, each in ended), None)
-
-
-def ended_of_ray() -> str | None:
-    """Return a message if a process of Ray that this process started has ended, else None."""
-    worker: Any = ray._private.worker
-    node = worker._global_node  # None in a joined cluster
-    ended = ended_processes(node) if node else None
-    return f"{ended} on this host" if ended else None
-
-
-def _is_death(error: ray.exceptions.RayError) -> bool:
-    """Return whether an error means that an actor or its engine core has died.
-
-    vLLM reports a dead engine core with EngineDeadError.
-    """
-    if isinstance(error, ray.exceptions.RayTaskError):  # the actor lives, but may have called a dead actor
-        return type(getattr(error, "cause", None)).__name__ == "EngineDeadError"
-    return isinstance(error, ray.exceptions.RayActorError)
-
-
 def _shared(value: Any) -> Any:
     return ray.put(value) if isinstance(value, Compact) else value
-
-
-POLL_INTERVAL_S = 2.0
-
-
-@contextmanager
-def watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Poll for dead actors and dead Ray processes, in a thread that runs inside the block.
-
-    When the thread finds a dead process, it calls `lost` with a message about this process, and stops.
-    """
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(lost, over), name="watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _watch(lost: Callable[[str], None], over: threading.Event) -> None:
-    before = None
-    while not over.wait(POLL_INTERVAL_S):
-        message = ended_of_ray() or dead_actor()
-        if message and message == before and not over.is_set():  # at the second poll: a failing call may report first
-            lost(message)
-            return
-        before = message

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import echo, warn
-from roll_opd.cluster.waits import WAITS
+from roll_opd.cluster.stall_watchdog import WAITS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # pauses between two attempts; they double
 LIMIT_S = 600.0  # an outage of this length ends the run

@@ -11,7 +11,8 @@ import ray
 
 from roll_opd.cluster import runtime
 from roll_opd.cluster.startup_progress import ProcessDied
-from roll_opd.workers.group import ActorGroup, watched
+from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.liveness import watched
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 
-from roll_opd.cluster.waits import Waits, watchdog
+from roll_opd.cluster.stall_watchdog import Waits, watchdog
 
 
 def test_a_blocked_part_is_named_by_each_that_waits_for_it() -> None:

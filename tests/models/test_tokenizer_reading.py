@@ -11,7 +11,8 @@ import transformers
 from transformers import AutoTokenizer
 
 from roll_opd.models.model_files import ModelFilesError
-from roll_opd.models.tokenizer_files import _FOUR, _FOUR_TOKENS, compare_tokenizers, read_tokenizer
+from roll_opd.models.tokenizer_comparison import compare_tokenizers
+from roll_opd.models.tokenizer_files import _FOUR, _FOUR_TOKENS, read_tokenizer
 
 STUDENT = Path(__file__).parents[2] / "examples/demo/models/student"
 X = {"content": "<x>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}

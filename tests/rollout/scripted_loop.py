@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from roll_opd.cluster.waits import WAITS
+from roll_opd.cluster.stall_watchdog import WAITS
 
 OUTSIDE = "outside"  # name of tasks that belong to the parts outside of the driver
 

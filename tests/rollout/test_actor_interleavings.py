@@ -17,7 +17,7 @@ from scripted_loop import Deadlock, LostPart, ScriptedLoop
 from scripted_run import Case, Records, trained
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.waits import WAITS
+from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.rollout import producer
 
 MODES = ("continue", "wait")

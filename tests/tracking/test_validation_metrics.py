@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from roll_opd.samples.sample import Sample, as_columns
-from roll_opd.tracking.reward_metrics import pass_at, validation_metrics
+from roll_opd.tracking.validation_metrics import pass_at, validation_metrics
 
 
 def answer(group: str, tag: str, reward: float | None, length: int = 2) -> Sample:
