@@ -55,12 +55,12 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
         answers: directory in which the run stores the answers of teacher servers.
     """
     turns, rollout = _turns(plan, placement), plan.rollout
-    # a transfer between GPUs connects all engines, but reserved engines get other versions
-    over_gpus = placement.on_gpu and plan.weight_sync == "auto" and not plan.validation_engines
     has_adapter = rollout is not None and rollout.adapter is not None  # which is small, and needs no connection
-    over_gpus = over_gpus and not has_adapter
-    backend = choose_backend(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
-    starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, backend, turns))] if rollout else []
+    over_gpus = placement.on_gpu and plan.weight_sync == "auto" and not has_adapter
+    backend = choose_backend(plan.student.devices, _training_devices(plan), on_gpu=over_gpus)
+    # a transfer between GPUs connects all engines, but reserved engines get other versions
+    backends = [backend] * plan.training_engines + [SHARED_MEMORY] * plan.validation_engines
+    starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, backends, turns))] if rollout else []
     await asyncio.sleep(0)  # the student's engines start first, as they take longest
     student = Student(plan.student, _group(TrainWorker, plan, plan.student, placement, turns))
     own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
@@ -85,23 +85,29 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
         parts = engines.split(plan.training_engines) if plan.validation_engines else (engines,)
         dtype, tp = rollout.model.dtype, rollout.tp
         sampler, *reserved = (
-            Sampler(one, make_weight_sync(backend, student.group, one, dtype, tp, adapter=has_adapter)) for one in parts
+            Sampler(one, make_weight_sync(kind, student.group, one, dtype, tp, adapter=has_adapter))
+            for one, kind in zip(parts, (backend, SHARED_MEMORY), strict=False)
         )
         workers = replace(workers, sampler=sampler, validation_sampler=reserved[0] if reserved else None)
     return await workers.for_objective(plan.objective)
+
+
+def _training_devices(plan: RunPlan) -> Sequence[int]:
+    """Return the devices of the engines that generate for training."""
+    return plan.rollout.devices[: plan.training_engines * plan.rollout.tp] if plan.rollout else ()
 
 
 async def start_sampler(
     plan: RunPlan,
     rollout: RolloutPlan,
     placement: Placement,
-    weight_transfer: str = SHARED_MEMORY,
+    backends: Sequence[str] = (),
     turns: DeviceScheduler | None = None,
 ) -> Sampler:
     """Start the engines of `rollout`.
 
     Args:
-        weight_transfer: backend of weight updates; see `choose_backend`.
+        backends: for each engine, the backend of weight updates (see `choose_backend`). Default: shared memory.
         turns: scheduler of the roles that share devices. The engines take turns with the other roles on their devices.
     """
     turns = turns or DeviceScheduler()
@@ -120,7 +126,10 @@ async def start_sampler(
     async def setup() -> None:
         async with turns.starting(rollout.name):
             sleeps = turns.takes_turns(rollout.name)
-            await engines.call("setup", rollout, plan.seed, plan.deterministic, weight_transfer, sleeps=sleeps)
+            given = (rollout, plan.seed, plan.deterministic)
+            kinds = backends or [SHARED_MEMORY] * rollout.engines
+            setups = (engines.ask(n, "setup", *given, kind, sleeps=sleeps) for n, kind in enumerate(kinds))
+            await asyncio.gather(*setups)
 
     await placement.starting.of(f"{rollout.name} (vLLM)", setup())
     return Sampler(engines)
