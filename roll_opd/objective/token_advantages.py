@@ -6,8 +6,8 @@
 k counts action tokens, or turns if gamma is applied per turn. R' is the normalised reward of an advantage function (see
 `advantages`). Whitening, discount and penalty are optional.
 
-The teachers' term is added later, in `objective.opd_loss`, because whitening the sum would remove the signal of this
-term. The sum is then clipped.
+`objective.reverse_kl` adds the teachers' term later, because whitening the sum would remove the signal of this term.
+The sum is then clipped.
 
 GAE:
 

@@ -1,4 +1,4 @@
-"""Pool of processes that can be replaced.
+"""Pool of reward or workflow processes that can be replaced. `liveness` watches the processes of models and engines.
 
 If a process dies or is stuck, its jobs run again in a different process. A process gets only as many jobs as it may run
 concurrently. Further jobs wait in the driver until a process has room.
