@@ -8,11 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from inference_models import Running, make_model, save_model
+from inference_models import OPEN, Running, make_model, save_model
 
 from roll_opd.cluster.forkserver import forkserver_worker
 from roll_opd.cluster.forkserver.forkserver_main import ENGINES
 from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, fork_server
+
+
+@pytest.fixture(autouse=True)
+def no_engine_is_left() -> Iterator[None]:
+    """End the engines that a failed test leaves. The fork server waits for its processes at the end of the session."""
+    before = set(OPEN)
+    yield
+    for left in OPEN - before:
+        left.close()
 
 
 @pytest.fixture(scope="session")

@@ -175,6 +175,9 @@ def keeping_pause(engine: InferenceEngine) -> Callable[[Any], Awaitable[None]]:
     return pause
 
 
+OPEN: set["Running"] = set()  # engines that run
+
+
 class Running:
     """An engine with its event loop."""
 
@@ -190,6 +193,7 @@ class Running:
         self.loop = self.runner.get_loop()
         starting = InferenceEngine.start(ModelPlan(path, dtype), max_model_len=max_model_len, seed=0, **arguments)
         self.engine = self.run(starting)
+        OPEN.add(self)
 
     def run(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(coroutine)
@@ -205,6 +209,7 @@ class Running:
 
     def close(self) -> None:
         """End the engine and its loop."""
+        OPEN.discard(self)
         self.run(self.engine.close())
         self.runner.close()
 
