@@ -170,6 +170,9 @@ def rollout_plan(role: Worker, top: Top, student: Worker) -> RolloutPlan:
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
     routes = role.router_replay.mode != "disable"
     adapter = _engine_adapter(student, top)
+    written = (role.strategy_args and role.strategy_args.strategy_config) or {}
+    if adapter and written.get("sleep_level", 1) != 1:
+        role.diag.note("strategy_args.strategy_config.sleep_level", "is 1, as no update sends the weights of the base")
     return replace(
         plan,
         max_running_requests=top.max_running_requests,

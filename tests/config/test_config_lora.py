@@ -44,6 +44,10 @@ def test_the_engines_hold_the_adapter_beside_the_base(plan: Plan) -> None:
     held, merged = plan(given | {"lora_sync": "adapter"}), plan({"lora_sync": "merged"})
     assert held.rollout and held.rollout.adapter == held.student.lora and held.rollout.sleep_level == 1
     assert merged.rollout and merged.rollout.adapter is None and merged.rollout.sleep_level == 2
+    key = "student_infer.strategy_args.strategy_config.sleep_level"
+    asleep = plan({"lora_sync": "adapter", key: 2})
+    assert asleep.rollout and asleep.rollout.sleep_level == 1
+    assert any(warning.startswith(key) for warning in asleep.warnings)
     large = plan({f"{STUDENT}.lora_rank": 513, "lora_sync": "adapter"})
     assert large.rollout and large.rollout.adapter is None
     assert any(warning.startswith("lora_sync: ") for warning in large.warnings)
