@@ -10,7 +10,13 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("configs/*/*.yaml", "examples/*/*.yaml", "examples/demo/data/*.jsonl", "examples/*/models/*/*")
+SHIPPED = (
+    "configs/*/*.yaml",
+    "examples/*/*.yaml",
+    "examples/*/my_*.py",
+    "examples/demo/data/*.jsonl",
+    "examples/*/models/*/*",
+)
 
 
 class BuildWithExamples(build_py):

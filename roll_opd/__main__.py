@@ -2,12 +2,11 @@
 
 import sys
 
-from roll_opd.base.interpreter import use_project_environment
+from roll_opd.base.interpreter import NO_TORCH, use_project_environment
 
 if __name__ == "__main__":
-    use_project_environment(
-        needs_packages=sys.argv[1:2] != ["doctor"], module="roll_opd"
-    )  # doctor reports missing packages
+    # doctor reports missing packages; `main` checks for the packages of a run
+    use_project_environment("" if sys.argv[1:2] == ["doctor"] else NO_TORCH, module="roll_opd")
     from roll_opd.base.installed import refuse_shadowing_files
 
     if sys.argv[1:2] != ["doctor"]:

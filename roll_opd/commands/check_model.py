@@ -1,6 +1,7 @@
 """`roll-opd check-model`: compare a model's log-probs with Hugging Face's, and check the exported weights.
 
-The log-probs are computed by the training engine and by vLLM.
+The log-probs are computed by the training engine and by vLLM. Without the packages of an extra, only the files are
+checked.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import numpy as np
 
 from roll_opd.base import hardware
 from roll_opd.base.command_line import DONE, FAILED, USER_ERROR
+from roll_opd.base.interpreter import REMEDY, lacking
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.multihost import torch_ranks
 from roll_opd.cluster.process_reaper import guarded
@@ -27,6 +29,7 @@ from roll_opd.models.model_files import decoder_config, read_json, stored_tensor
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.supported import unsupported
 from roll_opd.models.weight_files import lost_weights, weight_problems
+from roll_opd.tracking.results import count_of
 
 BOUND = 1e-5  # largest difference of log-probs in f32, multiplied by the largest absolute log-prob if that is above 1
 HALF_BOUND = 3.0  # largest mean difference in bf16, as a multiple of Hugging Face's mean difference in bf16
@@ -48,6 +51,11 @@ def run(options: argparse.Namespace) -> int:
     if problems:
         echo("roll-opd check-model: " + "\n  ".join(problems), sys.stderr)
         return USER_ERROR
+    shown = f"{info.model_type}, {count_of(info.parameters)} parameters in {len(info.tensors)} tensors"
+    echo(f"ok   files: {shown}, complete, of a type that can be trained")
+    if lack := lacking(needs_packages=True):
+        echo(f"     log-probs and export are not compared, as {sys.executable} {lack}; {REMEDY}")
+        return DONE
     sequences = _sequences(info, options.tokens)
     with guarded() as reaper, run_temp_directory(reaper), tempfile.TemporaryDirectory() as directory:
         rows = list(_rows(info, sequences, Path(directory), has_vllm=not options.no_vllm))

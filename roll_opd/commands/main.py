@@ -32,9 +32,9 @@ from roll_opd.base.command_line import (
 from roll_opd.base.entry_points import entries, load
 from roll_opd.base.failures import ConfigError, os_sentence, print_unexpected
 from roll_opd.base.installed import refuse_shadowing_files
-from roll_opd.base.interpreter import REMEDY, lacking
+from roll_opd.base.interpreter import NO_TORCH, REMEDY, lacking, use_project_environment
 from roll_opd.base.paths import report_temp_directory
-from roll_opd.commands import demo, serve_teacher
+from roll_opd.commands import init_project, serve_teacher
 
 if TYPE_CHECKING:
     from roll_opd.config.plan import RunPlan
@@ -48,6 +48,7 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     needs_engines: bool = True  # files in the current directory may then not shadow the engines' packages
+    needs_extra: bool = False  # the packages of the extra cpu or gpu must be installed
 
 
 class Advice(Protocol):
@@ -104,7 +105,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return USER_ERROR
     if uses_user_code(plan) or (plan.workflow and plan.rewards):
         # imports torch; modules of the user may import torch too
-        from roll_opd.commands.run import exit_code
+        from roll_opd.commands.exit_codes import exit_code
         from roll_opd.pipelines.check_user_code import check_user_code
 
         try:
@@ -193,16 +194,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS: dict[str, Command] = {
-    "plan": Command("resolve, check and show a configuration without starting a run", _plan_arguments, _plan),
-    "run": Command("train: plan and check a configuration, and run it to its end", add_config_arguments, _run),
-    "demo": Command(
-        "write the demo into a directory: configurations, data, two small models",
-        demo.add_arguments,
-        demo.run,
+    "init": Command(
+        "write a project from an example: configuration, reward, launcher, rows, two small models",
+        init_project.add_arguments,
+        init_project.run,
         needs_engines=False,
     ),
-    "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
-    "serve": Command("serve a teacher's log-probs over HTTP with vLLM", serve_teacher.add_arguments, serve_teacher.run),
+    "plan": Command("resolve, check and show a configuration without starting a run", _plan_arguments, _plan),
+    "run": Command(
+        "train: plan and check a configuration, and run it to its end", add_config_arguments, _run, needs_extra=True
+    ),
+    "score": Command(
+        "token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score, needs_extra=True
+    ),
+    "serve": Command(
+        "serve a teacher's log-probs over HTTP with vLLM",
+        serve_teacher.add_arguments,
+        serve_teacher.run,
+        needs_extra=True,
+    ),
     "check-model": Command(
         "compare a local model's log-probs and export with Hugging Face and vLLM", _check_model_arguments, _check_model
     ),
@@ -280,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     parsed = parse(arguments, known)
     command = known[parsed.command]
+    if command.needs_extra:
+        use_project_environment()
     if command.needs_engines:
         refuse_shadowing_files()
         report_temp_directory()
@@ -297,7 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"roll-opd: {os_sentence(error)}", file=sys.stderr)
         return USER_ERROR
     except Exception as error:  # users get a sentence instead of a traceback
-        lack = lacking(needs_packages=True) if isinstance(error, ModuleNotFoundError) else ""
+        is_missing = isinstance(error, ModuleNotFoundError)
+        lack = is_missing and (lacking(NO_TORCH) or lacking(needs_packages=True))
         if lack:
             print(f"roll-opd: {sys.executable} {lack}; {REMEDY}", file=sys.stderr)
         else:

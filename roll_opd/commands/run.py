@@ -11,7 +11,6 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,11 +18,8 @@ from dataclasses import replace
 from roll_opd.base.command_line import (
     DONE,
     FAILED,
-    INTERRUPTED,
     RUN_DIRECTORY_FILE,
     SESSION_SOCKET,
-    TERMINATED,
-    USER_ERROR,
     add_config_arguments,
     configuration,
     pipeline_arguments,
@@ -33,16 +29,10 @@ from roll_opd.base.command_line import (
     write_run_directory,
 )
 from roll_opd.base.failures import (
-    FULL,
     ConfigError,
     DiskFull,
     RunError,
     Terminated,
-    WorkflowError,
-    os_sentence,
-    print_unexpected,
-    reason,
-    shortened,
 )
 from roll_opd.base.installed import refuse_shadowing_files
 from roll_opd.base.paths import report_temp_directory, use_cache_of_compilers
@@ -52,29 +42,13 @@ from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError, for
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
 from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.cluster.startup_progress import ClusterError
+from roll_opd.commands.exit_codes import exit_code
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
 from roll_opd.config.plan import RunPlan
-from roll_opd.data.rows import DataError
 from roll_opd.inference.failure import die_with_parent
-from roll_opd.models.model_info import ModelFilesError
-from roll_opd.objective.registry import AlgorithmError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.planner.load_plan import load_plan
-from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.stdout_tee import tee_output
-from roll_opd.tracking.trackers import TrackerError
-
-# errors that the user can correct
-REFUSALS = (
-    AlgorithmError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ModelFilesError,
-    RewardError,
-    TrackerError,
-    WorkflowError,
-)
 
 
 def main(
@@ -241,43 +215,6 @@ def _run(plan: RunPlan, hosts: Hosts | None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         return exit_code(error, refusals=(CheckpointError, ConfigError, DiskFull))
     return DONE
-
-
-def exit_code(
-    error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS, *, is_started: bool = True
-) -> int:
-    """Print why a run has ended, and return the exit code.
-
-    A traceback is printed only if the run has started; before the start, every error is printed as a sentence.
-
-    Args:
-        error: the exception that ended the run.
-        refusals: types of the errors that the user can correct.
-        is_started: whether the run has started.
-    """
-    if isinstance(error, Terminated):
-        return _ended(str(error), TERMINATED)
-    if isinstance(error, KeyboardInterrupt):
-        return _ended(str(error) or "interrupted", INTERRUPTED)
-    if isinstance(error, refusals):
-        return _ended(str(error), USER_ERROR)
-    if isinstance(error, RunError):
-        return _ended(str(error), FAILED)
-    if isinstance(error, OSError) and error.errno in FULL:
-        hint = "free space or change output_dir, then use resume_from_checkpoint=true"
-        return _ended(f"{reason(error)}; {hint}", USER_ERROR)
-    if is_started:
-        traceback.print_exception(error)
-        return FAILED
-    if isinstance(error, OSError):
-        return _ended(os_sentence(error), USER_ERROR)
-    print_unexpected(error)
-    return FAILED
-
-
-def _ended(message: str, code: int) -> int:
-    echo(f"roll-opd: {shortened(message)}", sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

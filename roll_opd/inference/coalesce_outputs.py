@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 
 Update = Callable[..., dict[int, Any]]  # `Scheduler.update_from_output`: client -> outputs of a step
@@ -106,6 +105,8 @@ def joined(outputs: list[Any]) -> Any:
     """Join the `EngineCoreOutput`s of a request into one."""
     first, last = outputs[0], outputs[-1]
     rows = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    import msgspec  # of vLLM; planning imports this module without vLLM
+
     return msgspec.structs.replace(
         last,
         new_token_ids=[token for output in outputs for token in output.new_token_ids],

@@ -90,16 +90,28 @@ def engine_fields(engine: str) -> dict[str, Any] | None:
     return decoded(found)
 
 
+def missing_engines() -> list[str]:
+    """Return the names of the engines that are not installed. Their options cannot be checked."""
+    return [name for name in CLASSES if _directory(name) is None]
+
+
+def _directory(engine: str) -> Path | None:
+    """Return the directory of an engine's package, or None if the engine is not installed."""
+    package = CLASSES[engine].package
+    spec = find_spec(package.partition(".")[0]) and find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
+
+
 def _cache_file(engine: str) -> Path | None:
     """Return the cache file of an engine, or None if the engine is not installed.
 
     The name of the file contains a hash of the engine's sources.
     """
-    package, module, _, bounded = CLASSES[engine]
-    spec = find_spec(package.partition(".")[0]) and find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
+    _, module, _, bounded = CLASSES[engine]
+    root = _directory(engine)
+    if root is None:
         return None
-    root = Path(next(iter(spec.submodule_search_locations)))
     files = [Path(root, *name.split(".")).with_suffix(".py") for name in (module, *bounded)]
     if not files[0].is_file():
         return None  # another version with a different layout

@@ -6,9 +6,11 @@
 from pathlib import Path
 
 from roll_opd.base import hardware
+from roll_opd.base.interpreter import REMEDY
 from roll_opd.config.plan import RolloutPlan, RunPlan
 from roll_opd.inference import cpu_attention
 from roll_opd.inference.engine_arguments import cached_models, cpu_block, kv_cache_bytes, resolve_engine_args
+from roll_opd.models.engine_options import missing_engines
 from roll_opd.models.model_info import ModelFilesError, read_model
 
 OPTIONS = "strategy_args.strategy_config"
@@ -29,15 +31,23 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
 
 
 def warnings_here(plan: RunPlan) -> list[str]:
-    """Return the problems of a plan on this machine.
+    """Return the problems of a plan on this machine, and what could not be checked here.
 
-    The list is empty if the plan is for the GPUs of another machine.
+    Without problems of devices if the plan is for the GPUs of another machine.
     """
-    gpus = hardware.gpus()
+    gpus, unchecked = hardware.gpus(), _unchecked_options()
     if not gpus and (hardware.has_gpu_driver() or plan.device_memory_gb is not None):
-        return []
+        return unchecked
     changed = None if gpus else other_blocks(plan)
-    return [*machine_problems(plan, gpus), *([changed] if changed else [])]
+    return [*unchecked, *machine_problems(plan, gpus), *([changed] if changed else [])]
+
+
+def _unchecked_options() -> list[str]:
+    """Return a warning about engines that are not installed, whose options are therefore not checked."""
+    missing = " and ".join(missing_engines())
+    if not missing:
+        return []
+    return [f"strategy_config: options are not checked against {missing}, which this Python lacks; {REMEDY}"]
 
 
 def other_blocks(plan: RunPlan) -> str | None:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from roll_opd.base.failures import ConfigError
+from roll_opd.base.failures import ConfigError, WorkflowError
 from roll_opd.base.frozen import thaw
+from roll_opd.base.installed import is_installed
 from roll_opd.base.registry import argument_problems
 from roll_opd.base.user_modules import users_module
 from roll_opd.config.plan import RunPlan, ScorerPlan
@@ -15,8 +16,6 @@ from roll_opd.teachers.kinds import TEACHERS
 from roll_opd.tracking import trackers as trackers
 from roll_opd.tracking.trackers import JSONL
 from roll_opd.workflows import workflow_checks
-from roll_opd.workflows.plugins import find_reward, find_workflow
-from roll_opd.workflows.workflow_experience import WorkflowError
 
 
 def check_user_code(plan: RunPlan) -> None:
@@ -28,16 +27,14 @@ def check_user_code(plan: RunPlan) -> None:
         rewards.check(term.worker, dict(term.args))
     if pipeline_module(plan.pipeline) == plan.pipeline:
         loop_of(plan.pipeline)
-    objective = plan.objective
-    policy_loss(objective.policy_loss, objective.policy_loss_args)
-    opd_advantage(objective.opd_advantage_fn, objective.opd_advantage_fn_args)
+    _check_objective(plan)
     for source in (teacher.source for teacher in plan.teachers if isinstance(teacher.source, ScorerPlan)):
         for argument, problem in argument_problems(TEACHERS.find(source.kind), source.arguments, given_by_us=1):
             raise ConfigError([f"{source.name}.scorer.args.{argument}: {problem.partition(', got ')[0]}"])
-    if plan.rollout and not plan.rewards_are_monitored:
-        advantage(objective.adv_estimator, objective.advantage_args)
     workflow = plan.workflow
     if workflow and workflow.workflow:
+        from roll_opd.workflows.plugins import find_reward, find_workflow  # imports torch
+
         found = find_workflow(workflow.workflow, workflow.plugin_dir)
         given, reward = thaw(workflow.workflow_args), workflow.workflow_reward
         for argument, problem in workflow_checks.argument_problems(workflow.workflow, given, reward):
@@ -53,6 +50,18 @@ def check_user_code(plan: RunPlan) -> None:
             made = trackers.TRACKERS.find(tracker)
             for name, problem in argument_problems(made, plan.tracker_args.get(tracker, {}), GIVEN_BY_US):
                 raise trackers.TrackerError(f"tracker {tracker}: {name}: {problem.partition(', got ')[0]}")
+
+
+def _check_objective(plan: RunPlan) -> None:
+    """Check the functions of the objective. Without torch, only the user's; the planner has checked the others."""
+    objective = plan.objective
+    named = {objective.policy_loss: (policy_loss, objective.policy_loss_args)}
+    named[objective.opd_advantage_fn] = (opd_advantage, objective.opd_advantage_fn_args)
+    if plan.rollout and not plan.rewards_are_monitored:
+        named[objective.adv_estimator] = (advantage, objective.advantage_args)
+    for name, (find, args) in named.items():
+        if "." in str(name or "") or is_installed("torch"):
+            find(name, args)
 
 
 def loop_of(pipeline: str) -> Any:

@@ -59,7 +59,7 @@ def test_in_half_precision_the_mean_distance_is_compared_with_that_of_transforme
 def test_a_model_agrees_on_one_and_two_ranks_and_in_vllm(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["check-model", str(STUDENT)]) == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("ok", "FAIL"))]
-    assert len(lines) == 5 and all(line.startswith("ok") for line in lines)
+    assert len(lines) == 6 and all(line.startswith("ok") for line in lines)
 
 
 @pytest.mark.slow
@@ -68,4 +68,4 @@ def test_vllms_distance_of_a_hybrid_has_a_bound_from_bf16(tmp_path: Path, capfd:
     """The engine on one rank and on two agrees in f32."""
     assert main(["check-model", save_model(make_hybrid(seed=0), tmp_path)]) == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("ok", "FAIL"))]
-    assert len(lines) == 5 and lines[-1].startswith("ok   vLLM in bf16: ")
+    assert len(lines) == 6 and lines[-1].startswith("ok   vLLM in bf16: ")

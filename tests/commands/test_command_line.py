@@ -1,4 +1,4 @@
-"""`roll-opd` on the command line: commands, the pages that show them, and the demo."""
+"""`roll-opd` on the command line: commands, the pages that show them, and projects of examples."""
 
 import argparse
 import gc
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import roll_opd
 from roll_opd.base import command_line
 from roll_opd.base.command_line import configuration, pipeline_arguments
 from roll_opd.base.failures import ConfigError
-from roll_opd.commands import main, python_api
+from roll_opd.commands import init_project, main, python_api
 from roll_opd.pipelines.run_pipeline import Run
 from roll_opd.planner.load_plan import load_plan
 from tests.pages import blocks, commands
@@ -148,13 +148,21 @@ def test_the_package_runs_as_a_module(words: tuple[str, ...], code: int, said: s
     assert done.returncode == code and said in done.stdout + done.stderr
 
 
-# the demo
+# projects of examples
+
+
+@pytest.fixture
+def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the modules of a project after a test, which another project has, too."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("my_rewards", None)
 
 
 def test_the_demo_leads_to_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All its configurations can be planned from any directory, with models and rows of the demo's directory."""
     there = tmp_path / "my demo"
-    assert main.main(["demo", str(there)]) == 0
+    assert main.main(["init", str(there), "--example", "demo"]) == 0
     assert {file.name for file in there.glob("*.yaml")} == {file.name for file in DEMO.glob("*.yaml")}
     assert not list(there.rglob("*.py"))
     for file in (there / "data/train.jsonl", there / "models/teacher/model.safetensors"):
@@ -169,6 +177,28 @@ def test_the_demo_leads_to_nothing_outside(tmp_path: Path, monkeypatch: pytest.M
             assert all(Path(path).is_relative_to(there) for path in (*models, *files))
 
 
+def test_each_example_becomes_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> None:
+    """Its launcher runs one of its configurations; a project whose models are shipped can be planned as it is."""
+    assert {"start", "demo", "games"} < init_project.EXAMPLES.keys()
+    for name, example in init_project.EXAMPLES.items():
+        there = tmp_path / name
+        assert main.main(["init", str(there), "--example", name]) == 0
+        launcher = there / "run.sh"
+        assert os.access(launcher, os.X_OK) and f" roll-opd run {example.config} " in launcher.read_text()
+        texts = [file.read_text(encoding="utf-8") for file in there.rglob("*.yaml")]
+        assert not any(path in text for text in texts for path in (f": examples/{name}", "- examples/"))
+        if not (there / "models").exists():
+            assert (there / example.config).is_file() and name.startswith("qwen3")
+            continue
+        monkeypatch.chdir(there)
+        plan = load_plan(".", example.config)
+        assert Path(plan.student.model.path).is_relative_to(there)
+    (reward,) = load_plan(str(tmp_path / "start"), "distill").rewards
+    assert reward.terms[0].worker == "my_rewards.last_number"
+    text = (tmp_path / "start/distill.yaml").read_text(encoding="utf-8")
+    assert blocks("quickstart.md", "yaml")[0] in text, "the page shows the configuration of the project"
+
+
 @pytest.mark.parametrize(
     ("prepare", "said"),
     [
@@ -177,14 +207,14 @@ def test_the_demo_leads_to_nothing_outside(tmp_path: Path, monkeypatch: pytest.M
         (lambda place: place.symlink_to(place), "File exists"),
     ],
 )
-def test_a_demo_that_cannot_be_written(
+def test_a_project_that_cannot_be_written(
     prepare: Callable, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path / "d")
-    assert main.main(["demo", str(tmp_path / "d")]) == 2
+    assert main.main(["init", str(tmp_path / "d")]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("roll-opd: ") and said in printed.err
-    assert main.main(["demo", str(tmp_path / "empty/below")]) == 0
+    assert main.main(["init", str(tmp_path / "empty/below")]) == 0
 
 
 # the pages
@@ -204,15 +234,13 @@ def test_the_page_names_every_command_and_option(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["cli.md", "quickstart.md"])
-def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> None:
     """Each has exit code 0; `run` is only planned. tests/pipelines/test_runs.py executes the quickstart's run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["roll-opd"])
     for command, *words in commands(page):
         if command == "cd":
             monkeypatch.chdir(words[0])
-            for text in blocks(page, "yaml"):
-                Path("mine.yaml").write_text(text, encoding="utf-8")
             continue
         if command == "python":
             assert words[:2] == ["-m", "roll_opd"]
@@ -233,7 +261,7 @@ def test_rows_of_the_quickstart_are_the_demos() -> None:
 
 
 @pytest.mark.slow
-def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> None:
     """The page's arguments of `roll_opd.run` can be planned; tests/pipelines/test_runs.py trains with them."""
     planned = []
 
@@ -243,9 +271,8 @@ def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return defaultdict(str)
 
     monkeypatch.setattr(python_api, "run", plan)
-    main.main(["demo", str(tmp_path / "quickstart")])
+    main.main(["init", str(tmp_path / "quickstart")])
     monkeypatch.chdir(tmp_path / "quickstart")
-    Path("mine.yaml").write_text(blocks("quickstart.md", "yaml")[0], encoding="utf-8")
     scope: dict[str, Any] = {}
     for text in blocks("quickstart.md", "python")[1:]:
         exec(text, scope)

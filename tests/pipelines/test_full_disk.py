@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from roll_opd.base.failures import full_disk
-from roll_opd.commands.run import exit_code
+from roll_opd.commands.exit_codes import exit_code
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints
 from roll_opd.tracking.run_directory import RunDirectory, write_atomic

@@ -5,8 +5,8 @@ import errno
 import pytest
 
 from roll_opd.base.failures import ConfigError, RunError
+from roll_opd.commands.exit_codes import exit_code
 from roll_opd.commands.main import main
-from roll_opd.commands.run import exit_code
 from roll_opd.data.rows import DataError
 from roll_opd.pipelines.checkpoints import CheckpointError
 

@@ -34,8 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     Student (DP2), inference engine and teacher (TP2) share both slots.
     """
     place = tmp_path_factory.mktemp("runs") / "quickstart"
-    assert main(["demo", str(place)]) == 0
-    (place / "mine.yaml").write_text(blocks("quickstart.md", "yaml")[0], encoding="utf-8")
+    assert main(["init", str(place)]) == 0
     overrides = [
         *SMALL,
         "student_train.device_mapping=[0,1]",
@@ -49,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     async def cell(output: io.StringIO) -> dict[str, Any]:
         with redirect_stdout(output):
-            return roll_opd.run("mine.yaml", overrides=overrides)
+            return roll_opd.run("distill.yaml", overrides=overrides)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
@@ -99,7 +98,7 @@ def test_a_run_shows_what_it_does_and_how_long_it_took(run: Run) -> None:
     assert 0.7 * run.seconds < summary["wall_seconds"] <= run.seconds
     in_phases = sum(summary["phase_seconds"].values())
     assert 0 < summary["startup_seconds"] < summary["wall_seconds"] - in_phases + 0.01
-    assert {"plan and data", "Ray", "rewards.math_rule"} < summary["startup_parts"].keys()
+    assert {"plan and data", "Ray", "rewards.sums"} < summary["startup_parts"].keys()
     assert all(0 < seconds <= summary["startup_seconds"] for seconds in summary["startup_parts"].values())
     assert run.rows("metrics.jsonl")[0]["time/validate"] > 0
     lines = run.output.splitlines()
