@@ -32,7 +32,7 @@ def needs_scale(samples, scale):
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the demo's configurations and a module of a name that no other test has."""
     directory = tmp_path / "d"
-    assert main(["demo", str(directory)]) == 0
+    assert main(["init", str(directory), "--example", "demo"]) == 0
     (directory / "own").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
