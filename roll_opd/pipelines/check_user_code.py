@@ -55,13 +55,16 @@ def check_user_code(plan: RunPlan) -> None:
 def _check_objective(plan: RunPlan) -> None:
     """Check the functions of the objective. Without torch, only the user's; the planner has checked the others."""
     objective = plan.objective
-    named = {objective.policy_loss: (policy_loss, objective.policy_loss_args)}
-    named[objective.opd_advantage_fn] = (opd_advantage, objective.opd_advantage_fn_args)
-    if plan.rollout and not plan.rewards_are_monitored:
-        named[objective.adv_estimator] = (advantage, objective.advantage_args)
-    for name, (find, args) in named.items():
-        if "." in str(name or "") or is_installed("torch"):
-            find(name, args)
+
+    def is_checked(name: str) -> bool:
+        return "." in name or is_installed("torch")
+
+    if is_checked(objective.policy_loss):
+        policy_loss(objective.policy_loss, objective.policy_loss_args)
+    if is_checked(objective.opd_advantage_fn):
+        opd_advantage(objective.opd_advantage_fn, objective.opd_advantage_fn_args)
+    if plan.rollout and not plan.rewards_are_monitored and is_checked(objective.adv_estimator):
+        advantage(objective.adv_estimator, objective.advantage_args)
 
 
 def loop_of(pipeline: str) -> Any:
