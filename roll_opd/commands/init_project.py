@@ -13,7 +13,7 @@ from roll_opd.base.paths import REPOSITORY
 
 @dataclass(frozen=True)
 class Example:
-    """An example of which a project is made: a directory of `examples/`, and files of other examples."""
+    """The source of a project: a directory of `examples/`, and files of other examples."""
 
     what: str
     config: str  # the configuration that the launcher runs
