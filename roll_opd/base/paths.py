@@ -11,7 +11,6 @@ from pathlib import Path
 
 from roll_opd.base.failures import file_kind, os_sentence
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
 FILES = (
     ".json",
     ".jsonl",
@@ -147,17 +146,6 @@ def content(path: Path) -> bytes:
 def places() -> str:
     """Return the directories in which relative paths are resolved, as text for error messages."""
     return " or ".join(map(str, dict.fromkeys((Path.cwd(), *_beside.get(), REPOSITORY))))
-
-
-def hub_hint(name: str, kind: str = "model") -> str | None:
-    """Return a sentence that explains how to download `name` from the Hugging Face Hub.
-
-    If `name` cannot be a name on the Hub, return None. `kind` is "model" or "dataset".
-    """
-    if not HUB_NAME.fullmatch(name) or Path(name).suffix in FILES:
-        return None
-    option = "" if kind == "model" else f" --repo-type {kind}"
-    return f"if it is the name of a {kind} on the Hugging Face Hub, run hf download {name}{option} --local-dir {name}"
 
 
 def user_cache() -> Path:

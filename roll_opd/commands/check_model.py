@@ -26,7 +26,7 @@ from roll_opd.config.plan import Layout
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.layouts import check_layout
 from roll_opd.models.model_files import decoder_config, read_json, stored_tensors, weight_files
-from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.models.model_info import ModelFilesError, ModelInfo, read_model, whole_model
 from roll_opd.models.supported import unsupported
 from roll_opd.models.weight_files import lost_weights, weight_problems
 from roll_opd.tracking.results import count_of
@@ -42,7 +42,7 @@ TENSOR_RANKS = (1, 2)
 def run(options: argparse.Namespace) -> int:
     """Print the comparisons. Return 0 if all of them agree, 1 if one disagrees, and 2 if the model cannot be used."""
     try:
-        info = read_model(find_model(options.model))
+        info = read_model(whole_model(options.model, echo))
         problems = [*unsupported(info.path), *weight_problems(info), *lost_weights(info)]
         if not info.weight_files:
             problems.append(f"{info.path} has no weights; give a complete model")

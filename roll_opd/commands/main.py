@@ -11,8 +11,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_opd import __version__
@@ -76,6 +77,8 @@ class PlanAdvice:
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    fetch = "download what the plan reads of names on the hub: config.json, tokenizers and data sets, but no weights"
+    parser.add_argument("--fetch", action="store_true", help=fetch)
     with suppress(ImportError):  # `_plan` reports it; other commands need no advice
         for advice in _plan_advice().values():
             advice.add_arguments(parser)
@@ -87,9 +90,11 @@ def _plan_advice() -> dict[str, PlanAdvice]:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from roll_opd.base import hub
     from roll_opd.base.terminal import columns, echo
     from roll_opd.commands.describe import to_json
     from roll_opd.commands.plan_text import to_text
+    from roll_opd.models.hub_models import with_sizes
     from roll_opd.pipelines.check_machine import warnings_here
     from roll_opd.pipelines.user_code import uses_user_code
     from roll_opd.planner.load_plan import load_plan
@@ -97,7 +102,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     try:
         chosen = pipeline_arguments(arguments)
         say = (lambda text: None) if arguments.json else echo
-        plan = load_plan(*configuration(arguments), **chosen, runnable=False, say=say)
+        with hub.downloading(partial(echo, stream=sys.stderr)) if arguments.fetch else nullcontext():
+            plan = load_plan(*configuration(arguments), **chosen, runnable=False, say=say)
+            plan = with_sizes(plan) if arguments.fetch else plan
         plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
         found = {name: advice.advise(plan, arguments) for name, advice in _plan_advice().items()}
     except (ConfigError, ImportError) as error:

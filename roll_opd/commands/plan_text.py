@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
+from roll_opd.base.hub import name_of, readable
 from roll_opd.base.terminal import table, wrapped
 from roll_opd.commands.describe import OTHER_TAGS, SIZES, to_json
 from roll_opd.config.plan import AuxiliaryPlan, CorrectionPlan, RunPlan, TrainPlan
@@ -50,6 +52,7 @@ def to_text(plan: RunPlan, width: int | None = None) -> str:
         "Devices": _sharing(content["roles"]),
         "Routing": _routing_lines(content),
         "Frozen models": _frozen_lines(plan),
+        "Hub": _hub_lines(plan),
         "Batch": _batch_lines(plan, content["batch"]),
         "Memory a rank (estimate)": [*_memory_lines(plan), *_device_lines(plan)],
         "FLOPs per token of the longest sequence in a forward pass (a training pass has three times as many)": [
@@ -69,10 +72,23 @@ def _role_lines(roles: dict[str, dict[str, Any]], width: int) -> list[str]:
         sizes = [str(role[key]) for key in SIZES]
         coefficient = "" if role["opd_kl_coef"] is None else f"{role['opd_kl_coef']:g}"
         tags = ", ".join(role["tags"] or []) or ("all" if role["opd_kl_coef"] is not None else "")
-        model = role["model"] if "://" in role["model"] else "/".join(role["model"].split("/")[-2:])
+        path = role["model"]
+        model = path if "://" in path else name_of(Path(path)) or "/".join(path.split("/")[-2:])
         devices = short_devices(role["devices"])
         rows.append([name, role["strategy"], model, role["dtype"], devices, *sizes, coefficient, tags])
     return table([head, *rows], width - 2, indent=0)
+
+
+def _hub_lines(plan: RunPlan) -> list[str]:
+    """Return a line for each name on the hub: its commit, and what a run downloads."""
+    downloads = {str(one.name): one for one in plan.downloads}
+    lines = []
+    for name, use in plan.hub.items():
+        text = use.reading or "in the cache"
+        if one := downloads.get(name):
+            text = f"a run downloads its weights{f', {readable(one.bytes)}' if one.sizes else ''}"
+        lines.append(f"{name}: commit {use.commit[:8]}, {text}")
+    return lines
 
 
 def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:

@@ -47,6 +47,7 @@ from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
 from roll_opd.config.plan import RunPlan
 from roll_opd.inference.failure import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
+from roll_opd.pipelines.named_inputs import with_inputs
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.tracking.stdout_tee import tee_output
 
@@ -122,7 +123,8 @@ def _launch(
     is_here = host is None or is_attempt()  # a process that only supervises attempts needs no imports
     with fork_server() if is_here else nullcontext(ForkServer()) as server:
         try:
-            plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=echo)
+            named = configuration(parsed)
+            plan = with_inputs(lambda: load_plan(*named, pure=pure, pipeline=pipeline, say=echo), echo)
             if SESSION_SOCKET in os.environ:
                 plan = _for_session(plan)
             _check_number(plan, host)

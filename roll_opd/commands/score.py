@@ -18,6 +18,7 @@ from typing import Any
 
 from roll_opd.base.command_line import DONE, FAILED, INTERRUPTED, SIZES, USER_ERROR
 from roll_opd.base.failures import os_sentence
+from roll_opd.base.hub import title_of
 from roll_opd.base.paths import PathError, regular_file
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.multihost import torch_ranks
@@ -32,7 +33,7 @@ from roll_opd.config.plan import DataPlan, Layout
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.models.layouts import check_layout
-from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model, whole_model
 from roll_opd.models.supported import unsupported
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 from roll_opd.models.weight_files import lost_weights, weight_problems
@@ -93,7 +94,7 @@ def teacher_file(options: argparse.Namespace) -> dict[str, Any] | None:
 
     model = read_model(find_model(options.model))
     facts = {
-        "teacher": options.name or model.path.name,
+        "teacher": options.name or title_of(model.path),
         "tokenizer": vocabulary_fingerprint(model.path),
         "temperature": options.temperature,
     }
@@ -226,7 +227,7 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
             "--output", f"{options.output} is the file of --input, which would be overwritten; name another file"
         )
     try:
-        info = read_model(find_model(options.model))
+        info = read_model(whole_model(options.model, echo))
     except ModelFilesError as error:
         return [*diagnostics.problems, f"--model: {error}"]
     if diagnostics.problems:

@@ -43,17 +43,18 @@ def run(options: argparse.Namespace) -> int:
     A signal that ends the server is returned as 128 + its number, as in a shell.
     """
     # the argument parser must not need a package
+    from roll_opd.base.hub import title_of
     from roll_opd.cluster.process_reaper import run_guarded
     from roll_opd.cluster.ray_environment import socket_parent
     from roll_opd.config.diagnostics import Diagnostics
     from roll_opd.models.layouts import check_tensor_parallel
     from roll_opd.models.model_files import engine_problem
-    from roll_opd.models.model_info import ModelFilesError, find_model, read_model
+    from roll_opd.models.model_info import ModelFilesError, read_model, whole_model
     from roll_opd.models.weight_files import weight_problems
 
     diagnostics = Diagnostics()
     try:
-        info = read_model(find_model(options.model))
+        info = read_model(whole_model(options.model, echo))
         directory = info.path
         diagnostics.problems.extend([*weight_problems(info), *filter(None, [engine_problem(directory)])])
         if options.tp < 1:
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         echo(f"roll-opd: --api-key-env: the environment variable {options.api_key_env} is not set", sys.stderr)
         return USER_ERROR
     on_cpu = not has_gpu_driver()
-    name = options.name or directory.name
+    name = options.name or title_of(directory)
     echo(_section(options, name))
     sockets = {"VLLM_RPC_BASE_PATH": socket_parent()}
     environment = {

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from roll_opd.base.failures import os_sentence, shortened
+from roll_opd.base.hub import Download
 from roll_opd.base.paths import PathError
 
 
@@ -30,6 +31,7 @@ class Diagnostics:
     blockers_here: list[str] = field(default_factory=list)  # blockers of this machine; another one may run the plan
     warnings: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted but have no effect
+    downloads: list[Download] = field(default_factory=list)  # models whose weights a run downloads
     dropped: set[str] = field(default_factory=set)  # top-level keys that are not in the schema: probably variables
     texts: Mapping[str, str] = field(default_factory=dict)  # dotted path -> the value as written, if that is known
     path: str = ""

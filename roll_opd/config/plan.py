@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.hub import Download
 from roll_opd.config.role_plans import *
 from roll_opd.config.schema import (
     CheckpointKeys,
@@ -263,6 +264,8 @@ class RunPlan(RunKeys, RolloutKeys):
     refusals: tuple[str, ...] = ()  # why a run of this plan is refused on every machine; also in `warnings`
     memory: FrozenDict = field(default_factory=FrozenDict)  # role -> {part: estimated bytes per rank} for each stage
     flops: FrozenDict = field(default_factory=FrozenDict)  # role -> forward FLOPs per token of the longest sequence
+    hub: FrozenDict = field(default_factory=FrozenDict)  # name on a hub -> `hub.Use`
+    downloads: tuple[Download, ...] = ()  # models by name whose weights are not in the cache
     config_yaml: str = ""  # the composed configuration, for the run directory
 
     @property

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from roll_opd.base.failures import os_sentence
-from roll_opd.base.paths import PathError, candidates, find_path, hub_hint, is_hidden, places, regular_file
+from roll_opd.base.hub import HubError, hub_name
+from roll_opd.base.paths import PathError, candidates, find_path, is_hidden, places, regular_file
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.formats import SAVED, JsonArrayFile, is_array, is_parquet, refusal, saved
+from roll_opd.data.named_sets import DataPart, named_files
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError, tag_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # suffixes of row files in a directory
@@ -55,20 +57,23 @@ class RowFile(Protocol):
         """Return the approximate number of bytes before a row. It is used for progress bars."""
 
 
-def find_files(name: str, dataset_dir: str | None) -> list[Path]:
-    """Return the files of an entry of `file_name`. An entry is a file, a directory or a pattern.
+def find_files(name: str, dataset_dir: str | None, part: DataPart | None = None) -> list[Path]:
+    """Return the files of an entry of `file_name`. An entry is a file, a directory, a pattern, or a name on the hub.
 
-    The entry is looked up as written, and then below `dataset_dir`. Raises `DataError` if there is no readable file.
+    The entry is looked up as written, and then below `dataset_dir`. Of a data set on the hub, `part` is read; without
+    `part`, names on the hub are not found. Raises `DataError` if there is no readable file.
     """
     try:
-        return _found(name, dataset_dir)
+        return _found(name, dataset_dir, part)
+    except HubError as error:
+        raise DataError(str(error)) from None
     except PathError as error:
         raise DataError(f"{error} (the path of a JSONL or Parquet file)") from None
     except OSError as error:
         raise DataError(os_sentence(error)) from None
 
 
-def _found(name: str, dataset_dir: str | None) -> list[Path]:
+def _found(name: str, dataset_dir: str | None, part: DataPart | None) -> list[Path]:
     candidates = [name, os.path.join(dataset_dir, name)] if dataset_dir else [name]
     for candidate in candidates:
         found = find_path(candidate)
@@ -85,9 +90,9 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
         if files:
             return files
     below = f" or below dataset_dir {dataset_dir!r}" if dataset_dir else ""
-    hint = hub_hint(name, "dataset")
-    named = f"{hint}, and name its files, such as {name}/**/train*.parquet"
-    advice = named if hint else "give the path of a JSONL or Parquet file"
+    if part and (named := hub_name(name, "dataset")):
+        return [Path(file) for file in named_files(named, part).files]
+    advice = "give the path of a JSONL or Parquet file, or the name of a data set on the hub (owner/name)"
     raise DataError(f"no file {name!r} from {places()}{below}; {advice}")
 
 

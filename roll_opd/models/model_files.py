@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_opd.base.hub import name_of
 from roll_opd.base.paths import PathError, content
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
@@ -181,7 +182,7 @@ MAX_NAMED = 3  # files in a message
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model, or () for a directory without weights.
+    """Return the safetensors files of a model, or () for a directory without weights, or a part of them from a hub.
 
     Raises ModelFilesError if the weights are incomplete, if they are in another file format, or if there are two sets
     that differ.
@@ -198,7 +199,10 @@ def weight_files(path: Path) -> tuple[Path, ...]:
                 " (cp -rL)"
             )
     present = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith(("adapter_", ".")))
-    if missing := [file for file in shards if not file.is_file()]:
+    missing = [file for file in shards if not file.is_file()]
+    if missing and name_of(path):
+        return ()  # a part of a download; a run continues it
+    if missing:
         others = [name for name in present if path / name not in shards]
         instead = f" (found {_named(others)}, which is not in the index)" if others else ""
         raise ModelFilesError(

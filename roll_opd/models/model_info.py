@@ -6,17 +6,18 @@ is computed from the sizes in config.json.
 
 import hashlib
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from roll_opd.base import hub
 from roll_opd.base.failures import os_sentence
-from roll_opd.base.paths import PathError, find_path, hub_hint, places
+from roll_opd.base.paths import PathError, find_path, places
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import positions
 from roll_opd.models.families.qwen_hybrid import DELTA_KEYS, DeltaSizes, delta_layers
+from roll_opd.models.hub_models import has_weights, local_model, whole
 from roll_opd.models.model_files import MULTIMODAL, decoder_config, is_kept, stored_tensors, weight_files
 from roll_opd.models.model_files import ModelFilesError as ModelFilesError
 from roll_opd.models.model_files import StoredTensor as StoredTensor
@@ -125,38 +126,41 @@ class ModelInfo:
 def find_model(text: str) -> Path:
     """Return the local directory of a model.
 
-    `text` is a path, or the Hub name of a model that is already in the cache. This function never downloads a model.
-    Raises ModelFilesError if there is no such directory.
+    `text` is a path, or a name on a hub, see `roll_opd.base.hub`. Raises ModelFilesError if there is no such directory.
     """
     try:
-        found = find_path(text) or _in_hub_cache(text)
+        found = find_path(text)
         is_file = found is not None and not found.is_dir()
+        name = hub.hub_name(text, "model") if found is None else None
+        if name:
+            return local_model(name)
+    except hub.HubError as error:
+        raise ModelFilesError(str(error)) from None
     except PathError as error:
         raise ModelFilesError(f"{error} (a model should be the path of a local model directory)") from None
     except OSError as error:
         raise ModelFilesError(os_sentence(error)) from None
     if found is None:
-        hint = hub_hint(text)
         raise ModelFilesError(
-            f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face cache; set the"
-            f" path of a local Hugging Face model directory{f', or {hint}' if hint else ''}"
+            f"model {text!r} not found: no such directory from {places()}; set the path of a Hugging Face model"
+            " directory, or a name on the hub (owner/name)"
         )
     if is_file:
         raise ModelFilesError(f"model {text!r} is a file; set the directory with config.json and the weights")
     return found
 
 
-def _in_hub_cache(name: str) -> Path | None:
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return None
-    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
-    repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
-    try:
-        commit = (repository / "refs" / "main").read_text().strip()
-    except OSError:
-        return None
-    snapshot = repository / "snapshots" / commit
-    return snapshot.resolve() if snapshot.is_dir() else None
+def whole_model(text: str, say: Callable[[str], None]) -> Path:
+    """Return the local directory of a model with its weights, as `find_model`. A name on a hub is downloaded.
+
+    `say` gets the lines about the download. Raises ModelFilesError.
+    """
+    with hub.downloading(say):
+        path, name = find_model(text), hub.hub_name(text, "model")
+        try:
+            return hub.fetch(name, whole) if name and hub.name_of(path) and not has_weights(path) else path
+        except hub.HubError as error:
+            raise ModelFilesError(str(error)) from None
 
 
 def read_model(path: Path) -> ModelInfo:

@@ -23,7 +23,7 @@ SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors whose t
 def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
     """Return facts about the run: mode, models, machine, versions, and the changed settings of each part.
 
-    The machine is the node on which this process runs.
+    The machine is the node on which this process runs. `hub` has the commit of each name on a hub.
     """
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -35,6 +35,7 @@ def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
             **{_of(teacher.name): teacher.source.location for teacher in plan.teachers},
             **({"reference": plan.reference.model.path} if plan.reference else {}),
         },
+        "hub": {name: use.commit for name, use in plan.hub.items()},
         "machine": {
             "host": platform.node(),
             "system": platform.platform(),

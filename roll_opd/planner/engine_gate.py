@@ -10,6 +10,7 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import EngineCheckPlan, RolloutPlan
 from roll_opd.config.schema import SamplingKeys, Top, Worker, changed, shared
 from roll_opd.models.engine_options import ALTERING_OPTIONS, DRAFT_MODEL, DTYPE_NAMES, ROUNDING_OPTIONS
+from roll_opd.models.hub_models import note_download
 from roll_opd.models.model_info import ModelFilesError, find_model, read_model
 from roll_opd.planner.objective_plan import read_correction
 from roll_opd.planner.strategies import OPTIONS
@@ -73,6 +74,7 @@ def with_speculation(role: Worker) -> Worker:
         key = "spec_model" if "spec_model" in role.engine_args else "speculative_config.model"
         with written.catching(key, ModelFilesError):
             config["model"] = str(find_model(model))
+            note_download(written, key, model, Path(config["model"]))
             is_whole = method in (None, DRAFT_MODEL) and not config.get("use_heterogeneous_vocab")
             if is_whole and role.info and (drafted := read_model(Path(config["model"])).vocab) != role.info.vocab:
                 written.error(

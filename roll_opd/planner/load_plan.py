@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from roll_opd.base import hardware
+from roll_opd.base import hardware, hub
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.paths import also_resolving_in
@@ -74,13 +74,15 @@ def load_plan(
         say: callback that gets the translation report of a configuration of another system. For such a configuration,
             `pure` and `pipeline` have no effect.
     """
-    loaded = _loaded(config_path, config_name, list(overrides))
-    if loaded.translation:
-        say(loaded.translation)
-        pure = pipeline = None
-    search_modules_in(Path(), loaded.directory)
-    with also_resolving_in(loaded.directory):
-        return plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
+    with hub.recording() as found:
+        loaded = _loaded(config_path, config_name, list(overrides))
+        if loaded.translation:
+            say(loaded.translation)
+            pure = pipeline = None
+        search_modules_in(Path(), loaded.directory)
+        with also_resolving_in(loaded.directory):
+            plan = plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
+    return replace(plan, hub=FrozenDict(found))
 
 
 def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
@@ -95,6 +97,12 @@ def plan_config(
     loaded: LoadedConfig, *, pure: bool | None = None, pipeline: str | None = None, runnable: bool = True
 ) -> RunPlan:
     """Return the plan of a configuration that is already composed. See `load_plan`."""
+    variables = loaded.values.get("system_envs")
+    with hub.environment(variables if isinstance(variables, dict) else {}):
+        return _checked_plan(loaded, pure, pipeline, runnable)
+
+
+def _checked_plan(loaded: LoadedConfig, pure: bool | None, pipeline: str | None, runnable: bool) -> RunPlan:
     diagnostics = Diagnostics(loaded.origins, texts=loaded.texts)
     plan = _planned(loaded, pipeline_keys(loaded.values, pure, pipeline, diagnostics), pure, diagnostics)
     if plan is None or diagnostics.problems:
@@ -118,7 +126,8 @@ def plan_config(
     plain = row_plans.plain_prompts(plan, rows)
     shown = (*check_files.turn_end_warnings(plan, rows), *filter(None, [plain]))
     warnings = (*diagnostics.warnings, *sentences, *shown)
-    return replace(plan, warnings=warnings, refusals=tuple(refusals), plain_prompts=plain)
+    downloads = tuple(diagnostics.downloads)
+    return replace(plan, warnings=warnings, refusals=tuple(refusals), plain_prompts=plain, downloads=downloads)
 
 
 def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Diagnostics) -> RunPlan | None:

@@ -23,6 +23,7 @@ from roll_opd.config.schema import (
     changed,
     unread,
 )
+from roll_opd.models.hub_models import note_download
 from roll_opd.models.layouts import check_layout, check_tensor_parallel
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.tokenizer_files import has_tokenizer
@@ -129,7 +130,7 @@ class RoleReader:
                     worker.diag.error(
                         MODEL, f"{info.path} has no tokenizer.json; give the teacher's tokenizer, or remove this key"
                     )
-        if needs_model:
+        if needs_model and not (info and model and note_download(worker.diag, MODEL, model, info.path)):
             self._check_weights(worker, info)
         return changed(worker, {"info": info})
 
@@ -349,17 +350,20 @@ class RoleReader:
         if model in self._models:
             return self._models[model]
         info: ModelInfo | None = None
-        with worker.diag.catching(MODEL, ModelFilesError):
+        is_default = worker.model_args.model_name_or_path is None and model == self._sections.pretrain
+        diag, key = (self._diag, "pretrain") if is_default else (worker.diag, MODEL)
+        with diag.catching(key, ModelFilesError):
             info = read_model(find_model(model))
+            is_whole = not note_download(diag, key, model, info.path)
             lacking = {
                 "tokenizer files (tokenizer.json)": not has_tokenizer(info.path),
-                "weights (model.safetensors or its index)": not info.weight_files,
+                "weights (model.safetensors or its index)": is_whole and not info.weight_files,
                 f"weights of a {info.model_type} decoder": bool(info.weight_files) and not holds_decoder(info),
             }
             for what in [what for what, absent in lacking.items() if absent]:
                 put = "add the files of the model's release" if "token" in what else "add the weights"
-                worker.diag.unsupported_here(
-                    MODEL, f"{info.path} has no {what}, so the run can be planned but not started; {put}"
+                diag.unsupported_here(
+                    key, f"{info.path} has no {what}, so the run can be planned but not started; {put}"
                 )
         self._models[model] = info
         return info

@@ -20,6 +20,7 @@ from roll_opd.data.data_checks import NOT_LEARNED
 from roll_opd.data.dataset import columns_needed
 from roll_opd.data.files import find_files, first_tags, open_file
 from roll_opd.data.formats import refusal
+from roll_opd.data.named_sets import DataPart
 from roll_opd.data.rows import RESERVED_VARIABLES, BadRow, DataError, Row
 from roll_opd.data.teacher_files import SCHEMA
 from roll_opd.data.templates import TEMPLATES
@@ -33,7 +34,9 @@ ROWS_SEEN = 64  # rows read from each file
 Rows = Mapping[str, Sequence[Row | str]]  # section -> its first rows; a text is the reason why a row cannot be used
 
 
-def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None = None) -> DataPlan | None:
+def read_data(
+    args: DataArgs, top: Run, length: int, training: DataArgs | None = None, *, has_answers: bool = False
+) -> DataPlan | None:
     """Return the plan of rows, with absolute file names; return None if a file is missing.
 
     The streams of the plan are added later, by `read_streams`.
@@ -41,11 +44,13 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
     Args:
         length: maximum number of tokens in a row.
         training: for held-out data, the keys of the training data. They name the columns that `args` does not name.
+        has_answers: whether the rows need answers.
     """
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
         return None
-    files = readable_files(args.file_name, args.dataset_dir, args.diag, "file_name")
+    part = _part(args, training, has_answers or bool(getattr(top, "workflow", None)))
+    files = readable_files(args.file_name, args.dataset_dir, args.diag, "file_name", part)
     template = _template(args, top)
     if files is None:
         return None
@@ -61,13 +66,22 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
     )
 
 
-def readable_files(names: Sequence[str], directory: str | None, diag: Diagnostics, key: str) -> tuple[str, ...] | None:
+def _part(args: DataArgs, training: DataArgs | None = None, as_is: bool = False) -> DataPart:
+    """Return which part of a data set on the hub is read."""
+    named = _columns(args, training)
+    columns = tuple(named.get(key, key) for key in COLUMNS if named.get(key) or getattr(args, key))
+    return DataPart(tuple(args.subset), args.split or ("test" if training else "train"), columns, as_is)
+
+
+def readable_files(
+    names: Sequence[str], directory: str | None, diag: Diagnostics, key: str, part: DataPart | None = None
+) -> tuple[str, ...] | None:
     """Return the absolute names of the files that a key names; return None if one is missing or cannot be read."""
     files: list[Path] = []
     wrong: list[str] = []
     for name in names:
         try:
-            files += find_files(name, directory)
+            files += find_files(name, directory, part)
         except DataError as error:
             wrong.append(str(error))
     for file in files:
@@ -90,7 +104,7 @@ def read_answers(
         length_key: the key that sets the maximum length, for error messages.
         schema: schema of the rows.
     """
-    data = read_data(args, top, length, training)
+    data = read_data(args, top, length, training, has_answers=True)
     named = {own: name for own, key in COLUMN_KEYS.items() if (name := getattr(keys, key, None))}
     if data is None:
         return None
@@ -204,7 +218,7 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
     streams: list[StreamPlan] = []
     short = [Path(name).name for name in names]
     for name, last, weight in zip(names, short, weights, strict=True):
-        files = tuple(map(str, find_files(name, args.dataset_dir)))
+        files = tuple(map(str, find_files(name, args.dataset_dir, _part(args))))
         for other in streams:
             if both := set(files).intersection(other.files or ()):
                 args.diag.error(key, f"{min(both)} is in two entries of file_name; name each file once")

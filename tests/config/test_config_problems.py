@@ -60,7 +60,10 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
         {"teacher.model_args.model_name_or_path": ...},
         ["teacher.model_args.model_name_or_path: is missing", "needs the path of a model"],
     ),
-    ({"teacher.model_args.model_name_or_path": "no/such"}, ["teacher.", "'no/such' not found", "(run.yaml:"]),
+    (
+        {"teacher.model_args.model_name_or_path": "no/such"},
+        ["teacher.", "no/such is neither a path", "(run.yaml:"],
+    ),
     (
         {"teacher.strategy_args.strategy_name": "vllm"},
         ["strategy_name: 'vllm' cannot do", "'megatron_infer'"],

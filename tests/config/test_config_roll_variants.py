@@ -230,16 +230,6 @@ def test_pipelines_that_do_not_exist_here_are_one_sentence(root: Path, values: d
     assert sentence in found
 
 
-def test_what_the_hub_has_is_to_be_downloaded(problems: Problems) -> None:
-    found = problems({"teacher.model_args.model_name_or_path": "Some/Model-7B"})
-    assert "run hf download Some/Model-7B --local-dir Some/Model-7B" in found[0]
-    found = problems(
-        {"teacher.model_args.model_name_or_path": ..., "student_train.data_args.file_name": "openai/gsm8k"}
-    )
-    assert "run hf download openai/gsm8k --repo-type dataset --local-dir openai/gsm8k" in "".join(found)
-    assert not any("hf download" in text for text in problems({"student_train.data_args.file_name": "data/no.jsonl"}))
-
-
 def test_an_indented_array_is_counted_by_its_rows(root: Path, plan: Plan, problems: Problems) -> None:
     """ROLL's SFT and DPO files name such files; a line is no row there."""
     rows = [{"instruction": str(n), "output": "1"} for n in range(40)]

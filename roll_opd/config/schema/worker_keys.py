@@ -44,7 +44,9 @@ class ModelArgs(Section):
     """`model_args`."""
 
     ignored = roll.IGNORED_MODEL_ARGS
-    model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded model")
+    model_name_or_path: str | None = key(
+        None, "directory of a Hugging Face model, or its name on the hub: owner/name or owner/name@revision"
+    )
     dtype: Dtype | None = key(
         None, "precision of the weights; default: the student's precision for a rollout, bf16 for other roles"
     )
@@ -139,7 +141,13 @@ class DataArgs(Section):
     """`data_args`."""
 
     ignored = roll.IGNORED_DATA_ARGS
-    file_name: Texts = key((), "files of rows (JSONL or Parquet), directories with such files, or glob patterns")
+    file_name: Texts = key(
+        (),
+        "files of rows (JSONL or Parquet), directories with such files, glob patterns, or data sets on the Hugging Face"
+        " Hub: owner/name or owner/name@revision",
+    )
+    subset: Texts = ours((), "subsets of the named data sets; default: the only subset, default or main")
+    split: str | None = ours(None, "split of the named data sets; default: train, and test for validation")
     dataset_dir: str | None = key(None, "directory in which files that do not exist elsewhere are looked up")
     domain_interleave_probs: dict[str, NotNegative] = key(
         {}, "fraction of draws from each domain or tag; the fractions sum to 1"

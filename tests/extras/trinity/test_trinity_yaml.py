@@ -552,7 +552,7 @@ def test_all_refused_keys_are_reported_together(refusals: Any) -> None:
         "mode: explore": "(mode: both)",
         "algorithm.repeat_tims": "did you mean 'repeat_times'?",
         "algorithm.batch_size": "belongs to buffer.batch_size",
-        "buffer.explorer_input.taskset.path": "hf download openai/gsm8k",
+        "buffer.explorer_input.taskset.path": "a run downloads",
         "buffer.explorer_input.taskset.storage_type": "sql is not available",
         "model.lora_configs": "has exclude_modules",
         "data_processor.experience_pipeline.operators": "in the workflow",

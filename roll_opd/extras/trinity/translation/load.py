@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError, os_sentence
-from roll_opd.base.paths import PathError, also_resolving_in, find_path, hub_hint
+from roll_opd.base.hub import hub_name
+from roll_opd.base.paths import PathError, also_resolving_in, find_path
 from roll_opd.config.compose import (
     COMMAND_LINE,
     LoadedConfig,
@@ -30,6 +31,7 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan
 from roll_opd.config.yaml_files import LOADER, yaml_message
 from roll_opd.data.files import count_rows, files_below
+from roll_opd.data.named_sets import DataPart, named_files
 from roll_opd.data.rows import DataError
 from roll_opd.extras.trinity.translation.reading import Machine
 from roll_opd.extras.trinity.translation.translate import translated
@@ -121,9 +123,10 @@ def _files_of(path: str, split: str, subset: str | None) -> list[str]:
 def _found(path: str, split: str, subset: str | None) -> list[str]:
     found = find_path(path)
     if found is None:
-        hint = hub_hint(path, "dataset")
-        missing = f"{path!r} is not a local file or directory, and nothing is downloaded"
-        raise ValueError(f"{missing}; {hint or 'correct the path'}")
+        name = hub_name(path, "dataset")
+        if name is None:
+            raise ValueError(f"{path!r} is neither a local path nor a name on the hub; correct the path")
+        return list(named_files(name, DataPart((subset,) if subset else (), split, as_is=True)).files)
     if not found.is_dir():
         return [str(found)]
     files = files_below(found, "**/*")
