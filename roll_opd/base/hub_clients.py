@@ -32,7 +32,7 @@ def listing(name: HubName) -> tuple[str, dict[str, int]]:
 
 
 def fetched(wanted: Download) -> Path:
-    """Download files into the cache; return the directory of the name, in which they are."""
+    """Download files into the cache; return the directory of the name."""
     name = wanted.name
     with _sentences(name):
         if hub.is_on_modelscope(name):

@@ -30,8 +30,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
     - `dp`: for the rollout, the number of engines.
     - `memory_bytes_per_rank`: memory of the largest pipeline stage, in bytes.
     - `memory_bytes_of_stages`: parts of the memory of each stage, in bytes.
-    - `hub`: map from each name on the hub to its commit.
-    - `downloads`: map from each name whose weights a run downloads to their bytes; null without `--fetch`.
+    - `hub`, `downloads`: only with names on a hub, see `_hub`.
     - `routing`: map from each tag that a teacher or a reward names to its `teachers` and `rewards`. The key "*" stands
       for all other tags.
     """
@@ -53,9 +52,16 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "workflow": without_secrets(thaw(asdict(plan.workflow))) if plan.workflow else None,
         "environments": thaw(plan.data.environments) or None,
         "memory_bytes_per_device": {str(device): size for device, size in device_memory(plan).items()},
+        "warnings": list(plan.warnings),
+        **(_hub(plan) if plan.hub else {}),
+    }
+
+
+def _hub(plan: RunPlan) -> dict[str, Any]:
+    """Return the commit of each name on a hub, and the bytes of the weights that a run downloads; null: unknown."""
+    return {
         "hub": {name: use.commit for name, use in plan.hub.items()},
         "downloads": {str(one.name): one.bytes or None for one in plan.downloads},
-        "warnings": list(plan.warnings),
     }
 
 
