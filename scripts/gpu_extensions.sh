@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Wheels of Transformer Engine and flash-attn for GPU machines without a network: built once on a machine with nvcc,
-# cut into pieces, joined and installed elsewhere. Versions are those of requirements/gpu.lock. Not run on a GPU yet.
+# Wheels of Transformer Engine and flash-attn for GPU machines without a network: built once on a machine with the wheels
+# of requirements/gpu.lock, cut into pieces, joined and installed elsewhere. Not run on a GPU yet.
 #
 #   gpu_extensions.sh build DIRECTORY [transformer-engine flash2 flash3]   wheels for the installed torch (default: the first two)
 #   gpu_extensions.sh cut DIRECTORY MIB       the wheels as pieces of at most MIB MiB in DIRECTORY/pieces, with SHA256SUMS
 #   gpu_extensions.sh join DIRECTORY          the wheels again from DIRECTORY/pieces
 #   gpu_extensions.sh install DIRECTORY       the wheels into the environment whose `python` comes first on the PATH
 #
+#   CUDA_HOME               toolkit (default: the one in the wheels)
 #   CUDA_ARCHS              compute capabilities, as 90 or 80;90 (default: 90, H100 and H200)
 #   MAX_JOBS                compilers at a time; each takes some GB of memory (default: as many as cores)
 #   FLASH_ATTENTION_SOURCE  a clone of flash-attention with its submodules, for flash3 (its directory hopper/)
 set -euo pipefail
-LOCK=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/requirements/gpu.lock
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$HERE/wheels_toolkit.sh"
+LOCK=$HERE/../requirements/gpu.lock
 readonly LOCK ARCHS=${CUDA_ARCHS:-90}
 
 usage() { sed -n '5,8s/^# *//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
@@ -21,6 +24,7 @@ wheel() { python -m pip wheel --no-deps --no-build-isolation --wheel-dir "$direc
 build() {
     local part
     [ $# -gt 0 ] || set -- transformer-engine flash2
+    use_wheels_toolkit
     for part in "$@"; do
         case $part in
             transformer-engine) # the core library is a wheel; the torch extension is compiled

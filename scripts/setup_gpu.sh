@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# Installs what requirements/gpu.lock pins into the environment whose `python` comes first on the PATH; for machines
-# with NVIDIA GPUs and a CUDA toolkit of the major version that torch is built for, nvcc and cuDNN's headers included.
-# In a clone, the package itself is installed too (editable).
+# Installs what requirements/gpu.lock pins into the environment whose `python` comes first on the PATH.
+# In a clone, the package itself is installed too (editable). The steps are wheels, compiled and package (default: all).
 #
+#   CUDA_HOME                toolkit for the step `compiled` (default: the one in the wheels, with the headers of CUDA,
+#                            cuDNN and NCCL)
 #   MAX_JOBS                 compilers at a time; each takes some GB of memory (default: as many as cores)
 #   FLASH_ATTN_CUDA_ARCHS    targets of flash-attn: 80, 90, 100, 120, with semicolons (default: all)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+source scripts/wheels_toolkit.sh
 readonly LOCK=requirements/gpu.lock
-readonly COMPILED='^(transformer-engine-torch|flash-attn)=='  # against the installed torch
+# compiled against the installed torch, and Transformer Engine's core: without its torch extension, megatron-core cannot
+# be imported
+readonly COMPILED='^(transformer-engine(-cu13|-torch)?|flash-attn)=='
 
 install() { python -m pip install --no-deps --no-build-isolation "$@"; }
 
@@ -26,6 +30,8 @@ for step in "$@"; do
             install $(grep == "$LOCK" | grep -Ev "^#|$COMPILED")
             ;;
         compiled)
+            use_wheels_toolkit
+            install $(pinned '^transformer-engine(-cu13)?==')
             # without NCCL's expert parallelism, which is unused here and needs more headers
             NVTE_WITH_NCCL_EP=0 install $(pinned '^transformer-engine-torch==')
             FLASH_ATTENTION_FORCE_BUILD=TRUE install $(pinned '^flash-attn==')

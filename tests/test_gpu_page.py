@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from roll_opd.commands import gpu_versions
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/gpu.md").read_text()
 TESTS = (ROOT / "tests/README.md").read_text()
@@ -32,9 +34,16 @@ def test_the_table_of_versions_is_the_lock() -> None:
             line.partition("==") for line in (ROOT / "requirements/gpu.lock").read_text().splitlines()
         )
     }
-    names = {"transformer engine": "transformer-engine", "cudnn": "nvidia-cudnn-cu13", "nccl": "nvidia-nccl-cu13"}
+    assert {name: locked[name] for name in gpu_versions.VERSIONS} == gpu_versions.VERSIONS
+    names = {
+        "transformer engine": "transformer-engine",
+        "cuda": "nvidia-cuda-runtime",
+        "cudnn": "nvidia-cudnn-cu13",
+        "nccl": "nvidia-nccl-cu13",
+    }
     section = PAGE.split("## Versions")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in section.splitlines() if line.startswith("| ")]
     packages = [(name.lower(), version.split()[0].strip(",")) for name, version in rows[1:] if "," not in name]
     checked = {name for name, version in packages if locked.get(names.get(name, name)) == version}
-    assert checked == {name for name, _ in packages} - {"python", "base image"}
+    assert checked == {name for name, _ in packages} - {"python", "base image", "nvidia's driver"}
+    assert f"| NVIDIA's driver | {gpu_versions.DRIVER} " in section and f"for CUDA {gpu_versions.CUDA} " in section

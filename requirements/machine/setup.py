@@ -12,11 +12,12 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILED = ("transformer-engine-torch", "flash-attn")  # against the installed torch, by scripts/setup_gpu.sh
+# by scripts/setup_gpu.sh; megatron-core cannot be imported beside a Transformer Engine without its torch extension
+COMPILED = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch", "flash-attn")
 
 
 def pinned(device):
-    """Return the lines of the lock for cpu or gpu, without packages that are compiled."""
+    """Return the lines of the lock for cpu or gpu, without the extensions that are compiled."""
     lines = [line.strip() for line in (ROOT / f"requirements/{device}.lock").read_text().splitlines()]
     return [line for line in lines if line and line[0] != "#" and line.partition("==")[0] not in COMPILED]
 

