@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -318,6 +319,15 @@ def argument_problems(
             yield name, "is missing"
 
 
+def as_mapping(value: Any) -> str | None:
+    """Return a message if `value` is the text of a JSON object, as on a command line, else None."""
+    try:
+        is_mapping = isinstance(value, str) and isinstance(json.loads(value), dict)
+    except ValueError:
+        return None
+    return f"is a mapping written as text; write it without the quotes: {value}" if is_mapping else None
+
+
 def type_problem(annotation: Any, value: Any) -> str | None:
     """Return a message if `value` does not have the type `annotation`, else None."""
     try:
@@ -325,6 +335,8 @@ def type_problem(annotation: Any, value: Any) -> str | None:
     except ValidationError as error:
         if isinstance(value, list) and type_problem(annotation, tuple(value)) is None:
             return None  # YAML has no tuples
+        if (message := as_mapping(value)) and type_problem(annotation, json.loads(value)) is None:
+            return message
         texts = [str(item["msg"]).removeprefix("Input should be ") for item in error.errors(include_url=False)]
         return f"should be {' or '.join(dict.fromkeys(texts))}, got {value!r}"
     except (PydanticUserError, NameError):

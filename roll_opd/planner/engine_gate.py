@@ -5,7 +5,9 @@ engine does not sample from the student. An engine that rounds also needs a corr
 """
 
 from pathlib import Path
+from typing import Any
 
+from roll_opd.base.registry import type_problem
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import EngineCheckPlan, RolloutPlan
 from roll_opd.config.schema import SamplingKeys, Top, Worker, changed, shared
@@ -62,7 +64,11 @@ def with_speculation(role: Worker) -> Worker:
     The draft model is named by its absolute path.
     """
     args, written = dict(role.engine_args), role.diag.below(OPTIONS)
-    config = {name.replace("-", "_"): value for name, value in (args.get("speculative_config") or {}).items()}
+    given = args.get("speculative_config") or {}
+    if problem := type_problem(dict[str, Any], given):
+        written.error("speculative_config", problem)
+        return role
+    config = {name.replace("-", "_"): value for name, value in given.items()}
     for option in SHORTHANDS.keys() & args.keys():
         if SHORTHANDS[option] in config:
             written.error(option, f"contradicts speculative_config.{SHORTHANDS[option]}; keep only one of these keys")

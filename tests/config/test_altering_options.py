@@ -1,5 +1,6 @@
 """Options of the engine that may change the distribution of samples are tested by the engine check, or refused."""
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import fields
@@ -113,6 +114,16 @@ def test_the_options_of_speculation_are_one(plan: Callable[..., RunPlan], proble
     assert rollout and rollout.speculates and rollout.engine_args == {"speculative_config": NGRAM}
     found = problems({f"{OPTION}.speculative_config": {"method": "suffix"}})
     assert [text for text in found if text.startswith(f"{OPTION}.spec_method: ")]
+
+
+def test_a_mapping_as_text_is_refused_with_the_mapping(problems: Callable[..., list[str]]) -> None:
+    """As on vLLM's command line; for every option that is a mapping."""
+    text = json.dumps(NGRAM)
+    for option in ("speculative_config", "compilation_config", "additional_config"):
+        [found] = [one for one in problems({f"{OPTION}.{option}": text}) if one.startswith(f"{OPTION}.{option}: ")]
+        assert text in found
+    for wrong in (3, "ngram", ["ngram"], "[1]"):
+        assert any(f"{OPTION}.speculative_config: " in one for one in problems({f"{OPTION}.speculative_config": wrong}))
 
 
 def test_a_draft_model(root: Path, plan: Callable[..., RunPlan], problems: Callable[..., list[str]]) -> None:
