@@ -36,11 +36,15 @@ VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 ROW_COUNT = 256
 DENSE = {  # layers, hidden size, heads, key and value heads, intermediate size
     "0.5B": (24, 896, 14, 2, 4864),
+    "0.6B": (28, 1024, 16, 8, 3072),
+    "1.7B": (28, 2048, 16, 8, 6144),
     "3B": (36, 2048, 16, 2, 11008),
+    "4B": (36, 2560, 32, 8, 9728),
     "8B": (36, 4096, 32, 8, 12288),
     "14B": (40, 5120, 40, 8, 17408),
     "32B": (64, 5120, 64, 8, 25600),
 }
+TIED = ("0.6B", "1.7B", "4B")  # the embedding is the output head, too
 USUAL = (28, 3584, 28, 4, 18944)  # of 7B, and of whatever else
 MIXTURES = {"30B-A3B": (48, 2048, 32, 4, 6144), "235B-A22B": (94, 4096, 64, 4, 12288)}
 # hybrids by name: layers, hidden size, heads, key and value heads, intermediate size (0: experts only),
@@ -53,7 +57,7 @@ HYBRIDS = {
     "Qwen3.5-122B-A10B": (48, 3072, 32, 2, 0, 64, 256, 8, 1024),
     "Qwen3.5-397B-A17B": (60, 4096, 32, 2, 0, 64, 512, 10, 1024),
 }
-MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8}
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,8 @@ def _write_stand_in(path: Path) -> None:
         intermediate_size=intermediate,
         vocab_size=151936,
         max_position_embeddings=40960,
-        **(MIXTURE if is_mixture else {}),
+        tie_word_embeddings=path.name.endswith(TIED),
+        **(MIXTURE | {"moe_intermediate_size": intermediate // 8} if is_mixture else {}),
     )
 
 
