@@ -4,6 +4,9 @@ import copy
 import importlib
 import json
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +147,72 @@ def test_the_larger_loop_runs_with_small_models_on_a_cpu_and_its_table_has_every
     assert found["moves"]["student"]["bytes"] > found["moves"]["teacher"]["bytes"] > 0
     table = done.stdout.split("medians of 2 steps")[1]
     assert all(f"\n{name} " in table for name in (*phases, "other", "step")) and "no part runs in" in table
+
+
+@pytest.fixture
+def questions(large):
+    """`questions.py`, beside the modules that the fixture `large` finds."""
+    yield importlib.import_module("questions")
+    sys.modules.pop("questions", None)
+
+
+def test_every_question_about_a_loop_or_a_weight_sync_is_a_plan_for_its_cards(
+    questions, large, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline_run import ONLY_STEPS
+
+    from roll_opd.planner.load_plan import load_plan
+
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (140 * 2**30, 141 * 2**30))
+    models = {role: tmp_path / role for role in ("student", "teacher")}
+    for role, model in models.items():  # with as many positions as the models of the questions
+        shutil.copytree(ROOT / "examples/demo/models" / role, model)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40_960}))
+    seen = []
+    for name, question in questions.QUESTIONS.items():
+        asked = shlex.split(question.on_card.format(flops=1e12, tflops=1.0, bytes=1e11))
+        names, settings = ("demo", "onpolicy_distill"), [word for word in asked if "=" in word]
+        if question.file == questions.LOOP:
+            options = large.parse(asked)
+            names, settings = large.configuration(options), large.settings_of(options, models)
+        elif question.file != questions.SYNC:
+            continue
+        plan = load_plan(*names, [*ONLY_STEPS, f"output_dir={tmp_path}", *settings], pure=True)
+        roles = [plan.student, plan.teachers[0].source, plan.rollout]
+        assert {role.model.dtype for role in roles} == {"bf16"}, name
+        assert plan.devices_per_node == question.cards and plan.num_nodes == 1, name
+        if question.file == questions.LOOP:
+            assert {role.devices for role in roles} == {(0,)}, name
+            assert plan.student.mini_batch_sequences == plan.sequences_per_step, f"{name}: one update per step"
+        if "--memory" in asked:
+            assert plan.rollout.engine_args["gpu_memory_utilization"] * 141 < 0.7 * 24
+        seen.append(name)
+    assert len(seen) >= 8
+
+
+def test_a_question_is_answered_once_and_the_list_says_so(questions, tmp_path: Path) -> None:
+    def called(*words: str) -> str:
+        command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(tmp_path), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    called("nccl-one-card")
+    kept = json.loads((tmp_path / "nccl-one-card.json").read_text())
+    assert kept["found"]["arrived"] and kept["exit_code"] == 0 and kept["versions"]["torch"]
+    called("nccl-one-card")
+    assert json.loads((tmp_path / "nccl-one-card.json").read_text()) == kept
+    states = {line.split()[0]: line.split()[-1] for line in called("--list").splitlines()}
+    assert states == dict.fromkeys(questions.QUESTIONS, "open") | {"nccl-one-card": "recorded"}
+
+
+def test_the_page_says_which_questions_a_card_has_answered(questions) -> None:
+    page = (BENCHMARKS / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE))
+    assert list(rows) == list(questions.QUESTIONS)
+    answered = {file.stem for file in (BENCHMARKS / "results/gpu").glob("*/*.json") if "found" in file.read_text()}
+    assert {name for name, state in rows.items() if state != "not yet"} == answered & rows.keys()
 
 
 def test_shown_lines_are_the_pipelines_own_each_once(large, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,12 +50,14 @@ def main() -> int:
     parser.add_argument(
         "--dtype", default="bf16", help="dtype of all parts except numerics, which measures both dtypes"
     )
+    parser.add_argument("--compared", nargs="+", choices=COMPARED, default=COMPARED, help="dtypes of numerics")
     options = parser.parse_args()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     found: dict[str, Any] = {"device": device_name()}
+    parts = PARTS | {"numerics": partial(numerics, dtypes=options.compared)}
     for part in options.parts:
         try:
-            found[part] = PARTS[part](options.directory, SHAPES[options.shape], options.dtype)
+            found[part] = parts[part](options.directory, SHAPES[options.shape], options.dtype)
         except torch.cuda.OutOfMemoryError as error:
             found[part] = {"out_of_memory": str(error).splitlines()[0]}
     print(json.dumps(found))
@@ -83,11 +86,11 @@ def running(make: Callable[[], Any]) -> Iterator[Any]:
             torch.cuda.empty_cache()
 
 
-def numerics(directory: Path, shape: Shape, _: Dtype) -> dict[str, Any]:
-    """Compare the engine with `reference.py`, in f32 and in bf16, and compare repeated runs."""
+def numerics(directory: Path, shape: Shape, _: Dtype, dtypes: Sequence[Dtype] = COMPARED) -> dict[str, Any]:
+    """Compare the engine with `reference.py`, in f32 and in bf16 by default, and compare repeated runs."""
     reference = np.load(directory / "reference.npz")
     tokens = sequences(shape.vocab, 4, min(shape.length, 512))
-    return {dtype: compared(directory, shape, dtype, tokens, reference) for dtype in COMPARED}
+    return {dtype: compared(directory, shape, dtype, tokens, reference) for dtype in dtypes}
 
 
 def compared(

@@ -3,20 +3,25 @@ parts.
 
     python benchmarks/gpu/large.py [key=value ...] [--student 0.6B] [--teachers 1.7B 4B] [--steps 5] [--json OUT]
     python benchmarks/gpu/large.py --device cpu --student small --teachers small response_length=16   # on a CPU
+    python benchmarks/gpu/large.py --config examples/cards/card_24gb --memory 24 --teachers 4B --no-bare
 
 For each teacher, the pipeline runs with random weights: all roles take turns on one GPU, in bf16, with 64 prompts of 4
 answers of 1,024 tokens and CUDA graphs in vLLM. Then the parts of the same steps run without the pipeline
 (`bare_parts.py`), and the moves of each role off its device and back are measured. README.md explains the table. Not
 run on a GPU yet; `cures.py` predicts its figures.
+
+With `--config`, the layout and the sizes are those of a configuration, which gets these models and the demo's rows.
+With `--memory`, another process occupies the rest of the card, so that every allocation meets the limit.
 """
 
 import argparse
 import json
-import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,12 +32,13 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 from bare_parts import BareError, run_bare, time_moves  # noqa: E402
 from limits import best_rates, compare  # noqa: E402
 from pipeline_run import NAME, ONLY_STEPS, ShownLog, machine, run_pipeline  # noqa: E402
-from shapes import SHAPES, make_model  # noqa: E402
+from shapes import SHAPES, make_served_model  # noqa: E402
+from work import phase_devices  # noqa: E402
 
-DEMO = HERE.parents[1] / "examples/demo/models/student"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+ROWS = HERE.parents[1] / "examples/demo/data/train.jsonl"
 ROLES = ("student_train", "student_infer", "teacher")
 ENGINE = "student_infer.strategy_args.strategy_config"
+ENGINE_SHARE = 0.6  # of the memory, for an engine with a limit
 PACK = 16_384  # tokens of a micro-batch
 COMMON = (
     "num_gpus_per_node=1",
@@ -47,6 +53,18 @@ COMMON = (
     f"student_train.max_tokens_per_microbatch_in_infer={PACK}",
     f"teacher.max_tokens_per_microbatch_in_infer={PACK}",
 )
+ON_CPU = (
+    "++device_memory_gb=null",
+    *(f"{role}.model_args.dtype=fp32" for role in ROLES),
+)
+# occupies the first card up to a given number of free bytes, until its input ends
+BALLAST = """
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(max(0, free - int(sys.argv[1])), dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
 ON_GPU = (
     *(f"{role}.model_args.dtype=bf16" for role in ROLES),
     f"rollout@{ENGINE}=gpu_colocated",
@@ -68,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(table(name, found[name])), flush=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        settings = {**vars(options), "json": None}
+        settings = {**vars(options), "json": None, "config": str(options.config)}
         options.json.write_text(
             json.dumps({"runs": found, "settings": settings, "machine": machine()}, indent=1) + "\n"
         )
@@ -84,6 +102,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="first steps, not counted")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--no-bare", action="store_true", help="measure only the pipeline")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a configuration in place of the demo's")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of the card that the run may use")
+    parser.add_argument(
+        "--rates", type=float, nargs=2, metavar=("FLOPS", "BYTES"), help="of the device per second (default: measured)"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override keys of the demo's configuration")
     options = parser.parse_intermixed_args(arguments)
@@ -97,8 +120,45 @@ def settings_of(options: argparse.Namespace, models: Mapping[str, Path]) -> list
     student, teacher = models["student"], models["teacher"]
     paths = dict(zip(ROLES, (student, student, teacher), strict=True))
     named = [f"{role}.model_args.model_name_or_path={path}" for role, path in paths.items()]
-    on_device = ON_GPU if options.device == "cuda" else ()
-    return [*COMMON, *on_device, *named, f"max_steps={options.steps}", *options.overrides]
+    if options.config:
+        own = ["++teacher_preflight=false", f"student_train.data_args.file_name=[{ROWS}]"]
+        own += _limited(options.memory) if options.memory else []
+        on_device = ON_CPU if options.device == "cpu" else ()
+    else:
+        own, on_device = list(COMMON), ON_GPU if options.device == "cuda" else ()
+    return [*own, *on_device, *named, f"max_steps={options.steps}", *options.overrides]
+
+
+def _limited(memory: float) -> list[str]:
+    """Return the engine's share of the whole card, which is what vLLM reads, for a run that may use `memory` GiB."""
+    import torch
+
+    share = ENGINE_SHARE * memory * 2**30 / torch.cuda.mem_get_info()[1]
+    return [f"{ENGINE}.gpu_memory_utilization={share:.4f}", f"++device_memory_gb={memory:g}"]
+
+
+def configuration(options: argparse.Namespace) -> tuple[str, str]:
+    """Return the directory and the name of the configuration."""
+    if not options.config:
+        return "demo", "onpolicy_distill"
+    return str(options.config.resolve().parent), options.config.stem
+
+
+@contextmanager
+def at_most(memory: float | None) -> Iterator[None]:
+    """Leave `memory` GiB of the first card to other processes."""
+    if not memory:
+        yield
+        return
+    command = [sys.executable, "-c", BALLAST, str(int(memory * 2**30))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        try:
+            if not process.stdout.readline():
+                sys.exit("the rest of the card could not be occupied; is another process on it?")
+            yield
+        finally:
+            process.stdin.close()
 
 
 def measured(name: str, teacher: str, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -113,17 +173,22 @@ def measured(name: str, teacher: str, options: argparse.Namespace, directory: Pa
     say("making models")
     shapes = {"student": options.student, "teacher": teacher}
     models = {
-        role: made(directory / role, shape, options.device, seed) for seed, (role, shape) in enumerate(shapes.items())
+        role: make_served_model(directory / role, SHAPES[shape], seed, options.device)
+        for seed, (role, shape) in enumerate(shapes.items())
     }
     overrides = settings_of(options, models)
     settings = (*ONLY_STEPS, f"output_dir={directory}", *overrides)
-    plan = load_plan("demo", "onpolicy_distill", settings, pure=True)
-    say("rates of the device")
-    best = best_rates(plan)
+    names = configuration(options)
+    plan = load_plan(*names, settings, pure=True)
+    say("the device's rates")
+    given = dict(zip(("flops", "bytes"), options.rates, strict=True)) if options.rates else None
+    best = dict.fromkeys(phase_devices(plan), given) if given else best_rates(plan)
     say("the pipeline")
     shown = ShownLog(directory / "log", say)
-    rows = run_pipeline("demo", "onpolicy_distill", overrides, directory, lambda _: shown.look())[options.warmup :]
+    with at_most(options.memory):
+        rows = run_pipeline(*names, overrides, directory, lambda _: shown.look())[options.warmup :]
     found = compare(plan, rows, best)
+    found["rows"] = rows
     found["startup_seconds"] = startup_seconds(directory)
     found["other_seconds"] = median(row["time/other"] for row in rows)
     if options.no_bare:
@@ -145,27 +210,6 @@ def startup_seconds(directory: Path) -> float | None:
     """Return the seconds until the first step, from row 0 of the run."""
     lines = (directory / NAME / "latest" / "metrics.jsonl").read_text().splitlines()
     return next((row["time/startup"] for row in map(json.loads, lines) if "time/startup" in row), None)
-
-
-def made(directory: Path, shape: str, device: str, seed: int) -> Path:
-    """Write a model with random weights, and the demo's tokenizer padded to its vocabulary; return `directory`."""
-    make_model(directory, SHAPES[shape], seed, device)
-    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
-    special = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
-    taken = {*special.values(), *tokenizer["model"]["vocab"].values()}
-    # words that occur in no text; with random weights, a model mostly generates these, and seldom the end token
-    tokenizer["model"]["vocab"] |= {
-        f"filler{number}": number for number in range(SHAPES[shape].vocab) if number not in taken
-    }
-    for file in TOKENIZER_FILES:
-        shutil.copyfile(DEMO / file, directory / file)
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = json.loads((directory / "tokenizer_config.json").read_text())
-    ends = {"eos_token_id": special[settings["eos_token"]], "pad_token_id": special[settings["pad_token"]]}
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"bos_token_id": None} | ends, indent=1))
-    (directory / "generation_config.json").write_text(json.dumps(ends))
-    return directory
 
 
 def table(name: str, found: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ sys.path.append(str(HERE.parent))
 from shapes import SHAPES  # noqa: E402
 
 PARTS = ("numerics", "train", "teacher", "export", "head")
+DTYPES = ("fp32", "bf16")
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "flash-attn", "fla-core", "numpy")
 # f32: only rounding differs, because kernels on an A100 or H100 sum in another order than Hugging Face's
 MOST_OFF_F32 = {"logprob_max": 1e-4, "loss": 1e-4, "gradient_norm": 1e-3}
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--numerics-of", nargs="*", choices=SHAPES, help="shapes whose numbers are compared (default: the first)"
     )
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="in which numbers are compared")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--peak-tflops", type=float, help="peak rate of the device, for the MFU (default: measured)")
     parser.add_argument("--json", type=Path)
@@ -51,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.shapes:
         parts = [part for part in options.parts if part != "numerics" or name in compared]
         print(f"{name}: {' '.join(parts)} ...", file=sys.stderr, flush=True)
-        found[name] = measured(name, parts, options.device)
+        found[name] = measured(name, parts, options.device, options.dtypes)
     print("\n".join(report(found, options.shapes)))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(bool(problems(found, options.shapes)))
 
 
-def measured(shape: str, parts: Sequence[str], device: str) -> dict[str, Any]:
+def measured(shape: str, parts: Sequence[str], device: str, dtypes: Sequence[str] = DTYPES) -> dict[str, Any]:
     """Return the engine's figures of a shape; on a GPU each part has a separate process, so that memory is measured
     separately."""
     groups = [[part] for part in parts] if device == "cuda" else [list(parts)]
@@ -71,7 +73,7 @@ def measured(shape: str, parts: Sequence[str], device: str) -> dict[str, Any]:
             return {part: {"failed": failed} for part in parts}
         for group in groups:
             began = time.perf_counter()
-            said, failed = output(["engine.py", directory, *asked, "--parts", *group], device)
+            said, failed = output(["engine.py", directory, *asked, "--parts", *group, "--compared", *dtypes], device)
             took = f"{time.perf_counter() - began:.0f} s{', FAILED' if failed else ''}"
             print(f"{shape} {' '.join(group)}: {took}", file=sys.stderr, flush=True)
             found |= {part: {"failed": failed} for part in group} if failed else json.loads(said.splitlines()[-1])

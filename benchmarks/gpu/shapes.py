@@ -1,11 +1,15 @@
 """Models with random weights and the sizes of their batches: Qwen3's shapes, and small models of other families."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 VOCAB = 151_936
+DEMO = Path(__file__).resolve().parents[2] / "examples/demo/models/student"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -123,4 +127,23 @@ def make_model(directory: Path, shape: Shape, seed: int, device: str) -> Path:
         for each in vectors:
             each.add_(0.3 * torch.randn_like(each))
     model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def make_served_model(directory: Path, shape: Shape, seed: int, device: str) -> Path:
+    """Write a model that engines can load, with the demo's tokenizer padded to its vocabulary; return `directory`."""
+    make_model(directory, shape, seed, device)
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    special = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
+    taken = {*special.values(), *tokenizer["model"]["vocab"].values()}
+    # words that occur in no text; with random weights, a model mostly generates these, and seldom the end token
+    tokenizer["model"]["vocab"] |= {f"filler{number}": number for number in range(shape.vocab) if number not in taken}
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(DEMO / file, directory / file)
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    ends = {"eos_token_id": special[settings["eos_token"]], "pad_token_id": special[settings["pad_token"]]}
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"bos_token_id": None} | ends, indent=1))
+    (directory / "generation_config.json").write_text(json.dumps(ends))
     return directory
