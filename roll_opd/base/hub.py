@@ -26,11 +26,12 @@ MASTER = "master"  # ModelScope's default branch
 ON = ("1", "on", "yes", "true")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 MODELSCOPE = ("USE_MODELSCOPE", "VLLM_USE_MODELSCOPE")
+SELECTING = (*OFFLINE, *MODELSCOPE, "MODEL_DOWNLOAD_TYPE", "HF_ENDPOINT", "MODELSCOPE_ENDPOINT", "MODELSCOPE_CACHE")
 # variables of the clients of the hubs, which they read when they are imported
 VARIABLES = re.compile(
     r"HF_\w+|HUGGINGFACE\w+|MODELSCOPE_\w+|MODEL_DOWNLOAD_TYPE|(VLLM_)?USE_MODELSCOPE|TRANSFORMERS_OFFLINE"
 )
-SPARE = 2**28  # bytes that a download leaves free
+SPARE = 2**26  # bytes that a download leaves free
 
 
 class HubError(PathError):
@@ -154,6 +155,12 @@ def is_offline() -> bool:
     return any(os.environ.get(name, "").lower() in ON for name in OFFLINE)
 
 
+def settings() -> dict[str, str]:
+    """Return the variables that select the hub and the cache, without tokens, for another host."""
+    found = {name: os.environ[name] for name in SELECTING if name in os.environ}
+    return {**found, "HF_HUB_CACHE": str(hub_cache())}
+
+
 def is_on_modelscope(name: HubName) -> bool:
     """Return whether the environment selects ModelScope for a model, by ROLL's or vLLM's variables."""
     chosen = os.environ.get("MODEL_DOWNLOAD_TYPE", "").upper()
@@ -191,12 +198,18 @@ def snapshot(name: HubName, commit: str) -> Path:
     return hub_cache() / f"{name.kind}s--{safe}" / "snapshots" / commit
 
 
-def name_of(path: Path) -> str | None:
-    """Return the name whose directory in the cache is `path`, with a short commit; None for other directories."""
-    repository = re.sub("^(models|datasets)--", "", path.parent.parent.name)
+def commit_of(path: Path) -> HubName | None:
+    """Return the name and the commit of the model with the directory `path` in a cache; None otherwise."""
+    repository = path.parent.parent.name.removeprefix("models--")
     if path.parent.name != "snapshots" or "--" not in repository:
         return None
-    return f"{repository.replace('--', '/', 1)}@{path.name[:8]}"
+    return HubName("model", repository.replace("--", "/", 1), path.name)
+
+
+def name_of(path: Path) -> str | None:
+    """Return the name of the model whose directory in the cache is `path`, with a short commit; None for others."""
+    found = commit_of(path)
+    return f"{found.id}@{found.revision[:8]}" if found else None
 
 
 def title_of(path: Path) -> str:
@@ -264,21 +277,30 @@ def download(wanted: Sequence[Download]) -> list[Path]:
 
     say, total = _say.get(), sum(one.bytes for one in wanted)
     assert say is not None, "call it inside `downloading`"
-    for one in wanted:
-        if one.sizes:
-            say(f"Download {one.name} (commit {one.commit[:8]}): {len(one.sizes)} files, {readable(one.bytes)}")
-    place = next(parent for parent in (hub_cache(), *hub_cache().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
-    if total:
-        route = f"from {address_of(wanted[0].name)} to {hub_cache()}"
-        say(f"Download {readable(total)} {route}, which has {readable(free)} free")
-    if total + SPARE > free and total:
-        names = ", ".join(str(one.name) for one in wanted if one.sizes)
+    missing = [one for one in wanted if one.sizes]
+    free = free_space(hub_cache())
+    for one in missing:
+        say(f"Download {one.name} (commit {one.commit[:8]}): {len(one.sizes)} files, {readable(one.bytes)}")
+    if missing:
+        route = f"from {address_of(missing[0].name)} to {hub_cache()}"
+        say(f"{readable(total)} in all, {route}, which has {readable(free)} free")
+    if missing and total + SPARE > free:
+        names = ", ".join(str(one.name) for one in missing)
         raise HubError(
-            f"{names}: the download needs {readable(total)}, but {place} has {readable(free)} free; free some space, or"
-            " set HF_HOME to a directory on a larger disk"
+            f"{names}: the download needs {readable(total)}, but {hub_cache()} has {readable(free)} free; free some"
+            " space, or set HF_HOME to a directory on a larger disk"
         )
-    return [hub_clients.fetched(one) for one in wanted]
+    there = [snapshot(one.name, one.commit).resolve() for one in wanted]
+    # the client also records the commit of a branch
+    return [
+        path if one.files and not one.sizes and cached(one.name) == path else hub_clients.fetched(one)
+        for one, path in zip(wanted, there, strict=True)
+    ]
+
+
+def free_space(path: Path) -> int:
+    """Return the free bytes of the disk on which `path` is or would be."""
+    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
 
 
 def fetch(name: HubName, choose: Choice) -> Path:

@@ -5,7 +5,6 @@ Every error of a client becomes a HubError: one sentence with the name, the reas
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +59,7 @@ def _listing_on_modelscope(name: HubName) -> tuple[str, dict[str, int]]:
     api = _modelscope("modelscope.hub.api", name).HubApi()
     revision = name.wanted or hub.MASTER
     files = api.get_model_files(name.id, revision=revision, recursive=True)
-    return revision, {file["Path"]: file["Size"] or 0 for file in files if file["Type"] != "tree"}
+    return revision, {file["Path"]: file["Size"] or 0 for file in files if file.get("Type") != "tree"}
 
 
 def _from_modelscope(wanted: Download) -> Path:
@@ -123,8 +122,7 @@ def _sentence(name: HubName, error: BaseException) -> str:
         return f"{address} refuses the request ({_status(error)}): {_first_line(error)}; correct the name"
     system = _system_error(error)
     if system is not None and system.errno in FULL:
-        place = next(parent for parent in (hub.hub_cache(), *hub.hub_cache().parents) if parent.exists())
-        free = hub.readable(shutil.disk_usage(place).free)
+        free = hub.readable(hub.free_space(hub.hub_cache()))
         return (
             f"the disk of {hub.hub_cache()} is full ({free} free); free some space, or set HF_HOME to a directory on a"
             " larger disk, and start again: complete files are kept"

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from roll_opd.base import hub
 from roll_opd.base.command_line import (
     DONE,
     FAILED,
@@ -160,6 +161,8 @@ def _served(plan: RunPlan, server: ForkServer, hosts: Hosts | None) -> int:
         try:
             hosts.gather(plan.host_timeout_s, echo)
             models = sorted({role.model.path for role in plan.roles().values()})
+            with hub.environment(plan.env):
+                hosts.download(models)
             hosts.check(models, plan.output_dir, plan.devices_per_node)
         except ClusterError as error:
             return exit_code(RunError(str(error)))

@@ -174,6 +174,7 @@ def _over_hosts(host: LaunchedHost, command: dict[str, Any], model: str, seconds
         return _fail(str(error), USER_ERROR)
     try:
         hosts.gather(seconds, echo)
+        hosts.download([model])
         hosts.check([model], None, command["ranks"])
         with socket.create_server(("", 0)) as free:
             command |= {"address": host.address, "port": free.getsockname()[1], "host": 0}

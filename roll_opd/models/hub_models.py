@@ -1,6 +1,6 @@
 """Models by name: which files of a repository a plan needs, and which a run needs in addition."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -67,7 +67,7 @@ def local_model(name: HubName) -> Path:
     Files that are missing are downloaded, if `hub.downloading` permits it. Raises HubError.
     """
     found = hub.cached(name)
-    if found and has_weights(found) and (has_description(found) or (found / ADAPTER[0]).is_file()):
+    if found and (has_description(found) or all((found / file).is_file() for file in ADAPTER)):
         pass
     elif hub.may_download() and not hub.is_offline():
         found = hub.fetch(name, describing)
@@ -109,6 +109,24 @@ def download_weights(wanted: Sequence[Download]) -> list[str]:
         except HubError as error:
             at = next((one for one in wanted if str(error).startswith(str(one.name))), Download(wanted[0].name))
             problems.append(f"{at.key}: {error}{at.place}")
+    return problems
+
+
+def complete(paths: Sequence[str], variables: Mapping[str, str], say: Callable[[str], None]) -> list[str]:
+    """Download the models whose directories in the cache of another host are `paths`, where they are not complete here.
+
+    `variables` has that host's cache and hub. Return a sentence for each problem.
+    """
+    problems = []
+    with hub.environment(variables), hub.downloading(say):
+        for path in map(Path, paths):
+            name = hub.commit_of(path)
+            if name is None or (has_weights(path) and has_description(path)):
+                continue
+            try:
+                hub.fetch(name, whole)
+            except HubError as error:
+                problems.append(str(error))
     return problems
 
 

@@ -1,6 +1,7 @@
 """The hosts of a run connect and are checked: processes and threads of one machine, over its loopback interface."""
 
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +17,11 @@ from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError
 from roll_opd.cluster.multihost.hosts import HeartbeatChannel, Hosts
 from roll_opd.cluster.ray_environment import token_variables
+from roll_opd.models.hub_models import complete
+from roll_opd.models.model_info import whole_model
+from tests.hub_server import serve
 
+DEMO_STUDENT = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 FACTS: dict[str, Any] = {"name": "b", "gpus": 0, "versions": {"python": "3.11.7", "ray": "2.60.0"}}
 
 
@@ -105,6 +110,35 @@ def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: 
     assert f"has no model at {model} (no config.json)" in missing
     assert f"does not share {absent}" in directory
     assert not absent.parent.exists()  # nothing is left of the check
+
+
+def test_other_hosts_download_models_by_name(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is removed after host 0 has filled it, so that the other host, in this process, finds it empty."""
+    repository = tmp_path / "hub" / "models" / "org" / "model"
+    shutil.copytree(DEMO_STUDENT, repository)
+    other = Other(port(hosts))
+    hosts.gather(10, print)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    with serve(tmp_path / "hub") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        path = whole_model("org/model", print)
+        files = {file.name: file.read_bytes() for file in path.iterdir()}
+        for wanted in (files, {}):
+            shutil.rmtree(tmp_path / "home")
+            if not wanted:
+                shutil.rmtree(repository)
+
+            def answer() -> None:
+                other.channel.send(problems=complete(**other.heard("download"), say=print))
+
+            threading.Thread(target=answer).start()
+            if wanted:
+                hosts.download([str(DEMO_STUDENT), str(path)])
+                assert {file.name: file.read_bytes() for file in path.iterdir()} == wanted
+                continue
+            with pytest.raises(LaunchError, match=r"host 1 .*: org/model@\w{40}: .*HTTP 401"):
+                hosts.download([str(path)])
 
 
 @pytest.mark.parametrize(

@@ -142,12 +142,11 @@ def test_offline_a_run_uses_the_cache_or_is_refused(
     assert started(plan, {TEACHER: "org/model"})[0].hub and not server.requests
 
 
-def test_a_full_disk_is_refused_before_and_named_during_a_download(
+def test_a_download_that_does_not_fit_is_refused_before_it_begins(
     server: HubServer, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(server, "org/model")
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    monkeypatch.setattr(hub, "free_space", lambda path: 2**20)
     (problem,) = refused(plan, {TEACHER: "org/model"})
     assert "1.05 MB free" in problem and "HF_HOME" in problem and not server.sent
 

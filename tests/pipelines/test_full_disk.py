@@ -14,12 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from roll_opd.base import hub
 from roll_opd.base.failures import full_disk
 from roll_opd.commands.exit_codes import exit_code
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints
 from roll_opd.tracking.run_directory import RunDirectory, write_atomic
 from roll_opd.tracking.trackers import Trackers
+from tests.hub_server import serve
 
 BYTES = 8 * 2**20  # more than there is room for
 
@@ -130,3 +132,23 @@ def test_metrics_and_the_exit_code(disk: Path, capsys: pytest.CaptureFixture[str
     assert exit_code(raised.value) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"the file system of {disk / 'samples.jsonl'} has 0 of 2 MiB free; free space or change output_dir" in said
+
+
+def test_a_download_states_the_full_disk(
+    small_disk: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The space is there when the run looks, and is used up while the client writes."""
+    repository, disk = tmp_path / "hub" / "models" / "org" / "model", small_disk(2)
+    repository.mkdir(parents=True)
+    for name, size in (("config.json", 2), ("model.safetensors", 2**23)):
+        (repository / name).write_bytes(b"{}" + bytes(size - 2))
+    monkeypatch.setenv("HF_HOME", str(disk))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setattr(hub, "free_space", lambda path: 2**40)
+    with serve(tmp_path / "hub") as server, hub.downloading(print):
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(
+            hub.HubError, match=r"org/model: the disk of .* is full .* HF_HOME .* complete files are kept"
+        ):
+            hub.fetch(hub.HubName("model", "org/model"), lambda files: files)
+    assert (hub.cached(hub.HubName("model", "org/model")) or disk / "none").joinpath("config.json").is_file()

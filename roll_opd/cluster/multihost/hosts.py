@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from roll_opd.base import hub
 from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError
 from roll_opd.cluster.ray_environment import token_variables
@@ -79,6 +80,7 @@ class HeartbeatChannel:
             time.sleep(HEARTBEAT_INTERVAL_S)
 
 
+DOWNLOAD_TIMEOUT_S = 86400.0  # seconds for a host to download models; a lost host is noticed earlier
 CHECK_TIMEOUT_S = 60.0  # seconds for a host to report its files
 JOIN_GRACE_S = 10.0  # seconds to wait for hosts that have not joined, to report a failed start to them
 RUN = "ROLL_OPD_RUN"  # environment variable: id of the run over all its attempts
@@ -130,6 +132,19 @@ class Hosts:
         ]
         if problems or self._refused:
             raise LaunchError([*problems, *self._refused])
+
+    def download(self, models: Sequence[str]) -> None:
+        """Let each other host download those of `models` that are in this host's cache of a hub; raise LaunchError.
+
+        A host with a complete copy, or that shares the cache, downloads nothing.
+        """
+        named = [path for path in models if hub.commit_of(Path(path))]
+        if not named:
+            return
+        found = self._request(DOWNLOAD_TIMEOUT_S, download={"paths": named, "variables": hub.settings()})
+        problems = [f"{self.name(rank)}: {one}" for rank, answer in found.items() for one in answer["problems"]]
+        if problems:
+            raise LaunchError(problems)
 
     def check(self, models: Sequence[str], directory: str | None, devices: int) -> None:
         """Check all hosts; raise a LaunchError that lists all problems.

@@ -81,6 +81,9 @@ class _Worker:
                 self._again, self._run = message["again"], message["run"]
             elif "check" in message:
                 channel.send(**host_facts.look(**message["check"]))
+            elif "download" in message:
+                arguments = (inbox, node, message["download"])
+                threading.Thread(target=self._download, args=arguments, daemon=True).start()
             elif "join" in message:
                 node.start("ray_node", {**message["join"], "here": channel.here})
             elif "ranks" in message:
@@ -91,6 +94,16 @@ class _Worker:
                 if message["end"]:
                     self._say(f"roll-opd: host {self._host.rank}: the run has ended; see host 0 for the reason")
                 return int(message["end"])
+
+    def _download(self, inbox: "queue.Queue[Any]", node: "_Node", request: dict[str, Any]) -> None:
+        """Download models, and put the problems into the inbox as a message of the node."""
+        from roll_opd.models.hub_models import complete  # only a run with names needs it
+
+        try:
+            problems = complete(**request, say=self._say)
+        except OSError as error:
+            problems = [str(error)]
+        inbox.put((node, {"problems": problems}))
 
     def _connected(self, inbox: "queue.Queue[Any]") -> HeartbeatChannel | None:
         """Connect to the driver and return the connection; None after a timeout or a signal."""
