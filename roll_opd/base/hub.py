@@ -175,6 +175,13 @@ def hub_cache() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(found)))
 
 
+def cache_of(name: HubName) -> Path:
+    """Return the cache of the client of a name. The directory may not exist yet."""
+    if is_on_modelscope(name):
+        return Path(os.path.expanduser(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope"))
+    return hub_cache()
+
+
 def cached(name: HubName) -> Path | None:
     """Return the directory of a name in the cache; its files may be incomplete. None if there is none."""
     commit = name.wanted
@@ -193,9 +200,8 @@ def snapshot(name: HubName, commit: str) -> Path:
     """Return the directory of a commit in the cache. It may not exist."""
     safe = name.id.replace("/", "--")
     if is_on_modelscope(name):
-        home = Path(os.path.expanduser(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope"))
-        return home / "models" / safe / "snapshots" / commit
-    return hub_cache() / f"{name.kind}s--{safe}" / "snapshots" / commit
+        return cache_of(name) / "models" / safe / "snapshots" / commit
+    return cache_of(name) / f"{name.kind}s--{safe}" / "snapshots" / commit
 
 
 def commit_of(path: Path) -> HubName | None:
@@ -226,8 +232,8 @@ def absent(name: HubName, what: str) -> HubError:
     if is_offline():
         return offline(name)
     return HubError(
-        f"{name} is neither a path nor in the cache ({hub_cache()}), so a run downloads {what} from {address_of(name)};"
-        " correct the path, or use plan --fetch, which downloads what a plan reads, without weights"
+        f"{name} is neither a path nor in the cache ({cache_of(name)}), so a run downloads {what} from"
+        f" {address_of(name)}; correct the path, or use plan --fetch, which downloads what a plan reads, no weights"
     )
 
 
@@ -235,8 +241,8 @@ def offline(name: HubName) -> HubError:
     """Return the error about a name that is not complete in the cache while the network is forbidden."""
     variable = next(one for one in OFFLINE if os.environ.get(one, "").lower() in ON)
     return HubError(
-        f"{name} is not complete in the cache ({hub_cache()}), and {variable} forbids downloads; unset {variable}, set"
-        " HF_HOME to a cache that has it, or give the path of a local directory"
+        f"{name} is not complete in the cache ({cache_of(name)}), and {variable} forbids downloads; unset {variable},"
+        " set HF_HOME to a cache that has it, or give the path of a local directory"
     )
 
 
@@ -278,16 +284,17 @@ def download(wanted: Sequence[Download]) -> list[Path]:
     say, total = _say.get(), sum(one.bytes for one in wanted)
     assert say is not None, "call it inside `downloading`"
     missing = [one for one in wanted if one.sizes]
-    free = free_space(hub_cache())
+    cache = cache_of(wanted[0].name)
+    free = free_space(cache)
     for one in missing:
         say(f"Download {one.name} (commit {one.commit[:8]}): {len(one.sizes)} files, {readable(one.bytes)}")
     if missing:
-        route = f"from {address_of(missing[0].name)} to {hub_cache()}"
+        route = f"from {address_of(missing[0].name)} to {cache}"
         say(f"{readable(total)} in all, {route}, which has {readable(free)} free")
     if missing and total + SPARE > free:
         names = ", ".join(str(one.name) for one in missing)
         raise HubError(
-            f"{names}: the download needs {readable(total)}, but {hub_cache()} has {readable(free)} free; free some"
+            f"{names}: the download needs {readable(total)}, but {cache} has {readable(free)} free; free some"
             " space, or set HF_HOME to a directory on a larger disk"
         )
     there = [snapshot(one.name, one.commit).resolve() for one in wanted]

@@ -122,13 +122,13 @@ def _sentence(name: HubName, error: BaseException) -> str:
         return f"{address} refuses the request ({_status(error)}): {_first_line(error)}; correct the name"
     system = _system_error(error)
     if system is not None and system.errno in FULL:
-        free = hub.readable(hub.free_space(hub.hub_cache()))
+        free = hub.readable(hub.free_space(hub.cache_of(name)))
         return (
-            f"the disk of {hub.hub_cache()} is full ({free} free); free some space, or set HF_HOME to a directory on a"
-            " larger disk, and start again: complete files are kept"
+            f"the disk of {hub.cache_of(name)} is full ({free} free); free some space, or set HF_HOME to a directory"
+            " on a larger disk, and start again: complete files are kept"
         )
     if isinstance(error, PermissionError):
-        return f"{error.filename or hub.hub_cache()} may not be written; set HF_HOME to a directory that may"
+        return f"{error.filename or hub.cache_of(name)} may not be written; set HF_HOME to a directory that may"
     return (
         f"the download from {address} failed ({type(error).__name__}: {_first_line(error)}); check the network, proxies"
         " and HF_ENDPOINT, and start again: complete files are kept"

@@ -92,7 +92,8 @@ def _found(name: str, dataset_dir: str | None, part: DataPart | None) -> list[Pa
     below = f" or below dataset_dir {dataset_dir!r}" if dataset_dir else ""
     if part and (named := hub_name(name, "dataset")):
         return [Path(file) for file in named_files(named, part).files]
-    advice = "give the path of a JSONL or Parquet file, or the name of a data set on the hub (owner/name)"
+    advice = "give the path of a JSONL or Parquet file"
+    advice += ", or the name of a data set on the hub (owner/name)" if part else ""
     raise DataError(f"no file {name!r} from {places()}{below}; {advice}")
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from roll_opd.base.failures import did_you_mean
 from roll_opd.base.frozen import FrozenDict, freeze
+from roll_opd.base.hub import hub_name
+from roll_opd.base.paths import find_path
 from roll_opd.config.diagnostics import Diagnostics, as_yaml
 from roll_opd.config.plan import DataPlan, RewardPlan, RunPlan, StreamPlan
 from roll_opd.config.schema import DataArgs, RowKeys, Run, Section, shared
@@ -49,7 +51,11 @@ def read_data(
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
         return None
-    part = _part(args, training, has_answers or bool(getattr(top, "workflow", None)))
+    tasks = bool(getattr(top, "workflow", None))
+    part = _part(args, training, has_answers or tasks)
+    if not any(hub_name(name, "dataset") and find_path(name) is None for name in args.file_name):
+        for key in {"subset", "split"} & args.written:
+            args.diag.error(key, "has no effect, as no entry of file_name is a data set by name; remove it")
     files = readable_files(args.file_name, args.dataset_dir, args.diag, "file_name", part)
     template = _template(args, top)
     if files is None:
@@ -58,6 +64,7 @@ def read_data(
         files=files,
         prompt_length=length,
         template=template,
+        schema="task" if tasks else DataPlan.schema,
         **shared(RowKeys, top),
         limit=args.limit,
         system_prompt=top.system_prompt or None,
@@ -178,7 +185,7 @@ def read_streams(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan] =
         if len(args.interleave_probs) > 1:
             args.diag.add_warning(f"{args.diag.at('interleave_probs')} has no effect with domain_interleave_probs")
         return _by_domain(args, data, rewards)
-    return _by_file(args) if args.interleave_probs else ()
+    return _by_file(args, data) if args.interleave_probs else ()
 
 
 def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) -> tuple[StreamPlan, ...]:
@@ -207,7 +214,7 @@ def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) ->
     return tuple(streams)
 
 
-def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
+def _by_file(args: DataArgs, data: DataPlan) -> tuple[StreamPlan, ...]:
     key, names = "interleave_probs", args.file_name
     weights = _weights(args, key, args.interleave_probs)
     if len(weights) == 1:
@@ -215,10 +222,11 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
     if len(weights) != len(names):
         args.diag.error(key, f"{len(weights)} probabilities for {len(names)} entries of file_name; write one per entry")
         return ()
+    part = _part(args, as_is=data.schema != DataPlan.schema)
     streams: list[StreamPlan] = []
     short = [Path(name).name for name in names]
     for name, last, weight in zip(names, short, weights, strict=True):
-        files = tuple(map(str, find_files(name, args.dataset_dir, _part(args))))
+        files = tuple(map(str, find_files(name, args.dataset_dir, part)))
         for other in streams:
             if both := set(files).intersection(other.files or ()):
                 args.diag.error(key, f"{min(both)} is in two entries of file_name; name each file once")

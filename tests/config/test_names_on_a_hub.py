@@ -11,6 +11,7 @@ from config_assets import write_model
 
 from roll_opd.base import hub
 from roll_opd.base.failures import ConfigError
+from roll_opd.commands.main import main
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.files import open_file
 from roll_opd.pipelines.named_inputs import with_inputs
@@ -18,7 +19,8 @@ from tests.hub_server import BROKEN, DEAD, DOWN, GATED, OUTSIDER, PRIVATE, TOKEN
 
 Plan = Callable[..., RunPlan]
 STUDENT, TEACHER = "student_train.model_args.model_name_or_path", "teacher.model_args.model_name_or_path"
-ROWS = "student_train.data_args.file_name"
+PART = "student_train.data_args"
+ROWS = f"{PART}.file_name"
 PROBLEM = {"question": "1+1", "answer": "It is <<1+1=2>>2.\n#### 1,002"}
 
 
@@ -91,10 +93,20 @@ def test_a_wrong_configuration_downloads_no_weights(server: HubServer, plan: Pla
     assert "model.safetensors" not in server.fetched("org/student")
 
 
-def test_plan_with_fetch_reads_small_files_and_states_the_rest(server: HubServer, plan: Plan) -> None:
+def test_plan_with_fetch_reads_small_files_and_states_the_rest(
+    server: HubServer, plan: Plan, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     publish(server, "org/teacher")
     with hub.downloading(lambda text: None):
         found = plan({TEACHER: "org/teacher@v1"})
+    size = (server.folder / "models/org/teacher/model.safetensors").stat().st_size
+    file = str(root / "config" / "run.yaml")
+    capsys.readouterr()
+    for words, known in (([], None), (["--fetch"], size)):
+        assert main(["plan", "--json", *words, file]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["downloads"] == {"org/teacher@v1": known}
+        assert shown["hub"] == {"org/teacher@v1": server.commit("models", "org/teacher")}
     (download,) = found.downloads
     assert str(download.name) == "org/teacher@v1" and download.key == TEACHER
     assert "model.safetensors" not in server.fetched("org/teacher") and found.memory["teacher"]
@@ -217,27 +229,24 @@ def test_data_sets_have_ready_mappings(server: HubServer, plan: Plan) -> None:
         server.requests.clear()
         assert plan({ROWS: name}).data == found.data and not server.requests
     assert server.fetched("openai/gsm8k") == ["README.md", "main/train.jsonl"]
-    own = {f"{ROWS.rpartition('.')[0]}.{key}": value for key, value in (("messages", "question"), ("split", "test"))}
-    own = {
-        ROWS: "openai/gsm8k",
-        **own,
-        "student_train.data_args.messages": ...,
-        "student_train.data_args.prompt": "question",
-    }
+    mixed = {ROWS: ["org/math", "openai/gsm8k"], f"{PART}.interleave_probs": "0.5,0.5"}
+    found, _ = started(plan, mixed)
+    assert [stream.files for stream in found.data.streams] == [(file,) for file in found.data.files]
+    own = {ROWS: "openai/gsm8k", f"{PART}.interleave_probs": ..., f"{PART}.split": "test", f"{PART}.prompt": "question"}
     found, _ = started(plan, own)
     assert [Path(file).name for file in found.data.files] == ["test.jsonl"] and found.data.columns[
         "prompt"
     ] == "question"
 
 
-def test_a_data_set_that_does_not_fit_shows_what_it_has(server: HubServer, plan: Plan) -> None:
+def test_a_data_set_that_does_not_fit_shows_what_it_has(server: HubServer, plan: Plan, root: Path) -> None:
     publish_rows(server, "org/odd", {"train.jsonl": [{"text": "t", "label": 1}], "test.jsonl": [{"text": "t"}]})
-    part = "student_train.data_args"
     for changes, fact in (
         ({}, "columns label, text"),
-        ({f"{part}.split": "dev"}, "train or test"),
-        ({f"{part}.split": ..., f"{part}.subset": "big"}, "no subset 'big'"),
-        ({ROWS: "org/none", f"{part}.subset": ...}, "HTTP 401"),
+        ({f"{PART}.split": "dev"}, "train or test"),
+        ({f"{PART}.split": ..., f"{PART}.subset": "big"}, "no subset 'big'"),
+        ({ROWS: str(root / "train.jsonl"), f"{PART}.subset": "big"}, "has no effect"),
+        ({ROWS: "org/none", f"{PART}.subset": ...}, "HTTP 401"),
     ):
         (problem,) = refused(plan, {ROWS: "org/odd", **changes})
-        assert problem.startswith(f"{part}.file_name: org/") and fact in problem and "(run.yaml:" in problem
+        assert problem.startswith(f"{PART}.") and fact in problem and "(run.yaml:" in problem
