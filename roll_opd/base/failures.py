@@ -224,6 +224,7 @@ CONNECTION_ERRORS = {
     ("grpc", "RpcError"),
     ("http", "HTTPException"),
     ("httpx", "TransportError"),
+    ("httpx2", "TransportError"),  # of huggingface_hub
     ("openai", "APIConnectionError"),
     ("urllib3", "HTTPError"),
 }

@@ -62,13 +62,9 @@ def drawn_ids(found: Evidence, count: int) -> list[str] | str:
 
 def _opened(run: Path, facts: Any) -> Any:
     """Open the prompts of the run's configuration, as the run did."""
-    from roll_opd.config.schema import PIPELINES, Top
     from roll_opd.data.templates import load_tokenizer
     from roll_opd.pipelines.start_checks import open_data
-    from roll_opd.planner.load_plan import load_plan
+    from roll_opd.planner.load_plan import plan_of_run
 
-    named = facts.get("pipeline") if facts.get("pipeline") in PIPELINES.keys() - {Top.pipeline} else None
-    plan = load_plan(
-        str(run), "config", pure=None if named else facts.get("mode") == "pure", pipeline=named, runnable=False
-    )
+    plan = plan_of_run(run, facts)
     return open_data(plan, load_tokenizer(plan.student.model.path))[0]

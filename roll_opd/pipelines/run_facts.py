@@ -30,6 +30,7 @@ def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
         "mode": plan.mode,
         "pipeline": plan.kind,
         "title": plan.title,
+        "directory": os.getcwd(),  # where relative paths of the configuration begin
         "models": {
             "student": plan.student.model.path,
             **{_of(teacher.name): teacher.source.location for teacher in plan.teachers},

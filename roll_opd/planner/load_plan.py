@@ -5,7 +5,9 @@ together. The checks and fields of runs with rollouts are in `rollout_parts`. Th
 are in `supervised_parts`.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from roll_opd.base.user_modules import search_modules_in
 from roll_opd.config.compose import LoadedConfig, find_config, load_config
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import CheckpointPlan, RunPlan
-from roll_opd.config.schema import CheckpointKeys, Run, RunKeys, Supervised, shared
+from roll_opd.config.schema import PIPELINES, CheckpointKeys, Run, RunKeys, Supervised, Top, shared
 from roll_opd.config.translators import translator_of
 from roll_opd.models.flops import sequence_flops
 from roll_opd.models.memory import estimate_memory
@@ -83,6 +85,20 @@ def load_plan(
         with also_resolving_in(loaded.directory):
             plan = plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
     return replace(plan, hub=FrozenDict(found))
+
+
+def plan_of_run(run: Path, facts: Mapping[str, Any]) -> RunPlan:
+    """Return the plan of the configuration in a run directory.
+
+    Relative paths begin where the run was started, if this directory still exists. `facts` is the content of the run's
+    `run.json`.
+    """
+    pipeline, started_in = facts.get("pipeline"), str(facts.get("directory", ""))
+    named = pipeline if pipeline in PIPELINES.keys() - {Top.pipeline} else None
+    pure = None if named else facts.get("mode") == "pure"
+    place = str(run.absolute())
+    with chdir(started_in if os.path.isdir(started_in) else "."):
+        return load_plan(place, "config", pure=pure, pipeline=named, runnable=False)
 
 
 def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:

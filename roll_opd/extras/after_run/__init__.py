@@ -1,0 +1,1 @@
+"""Commands that use the model of a run: `chat`, `generate` and `push`."""
