@@ -43,7 +43,7 @@ PATTERNS = {
     r"of (its|their|one's) own(?! [`\w])|an own": "separate, private, or nothing",
     r"the like": "the list",
     # quaint words
-    r"beside": "next to, in parallel with, in addition to",
+    r"(?<!--)beside": "next to, in parallel with, in addition to",
     r"anew|afresh": "again",
     r"at once": "immediately, together",
     r"under way": "running, in progress",

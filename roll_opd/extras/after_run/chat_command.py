@@ -144,8 +144,10 @@ def _teacher_of(found: FinishedModel, name: str) -> Path:
         known = f"its teachers are {', '.join(teachers)}" if teachers else "it has no teacher"
         raise NotUsable(f"--beside {name}: the run has no such teacher; {known}")
     if chosen.model is None:
-        raise NotUsable(f"--beside {name}: this teacher is not a local model; leave --beside out")
+        raise NotUsable(f"--beside {name}: this teacher is not a local model; remove --beside")
     return Path(chosen.model.path)
 
 
-CHAT = Command("ask the model of a run, beside its teacher and its start", _arguments, _chat, needs_extra=True)
+CHAT = Command(
+    "ask the model of a run, its teacher, and the student before training", _arguments, _chat, needs_extra=True
+)

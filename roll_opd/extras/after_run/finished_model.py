@@ -16,7 +16,7 @@ ANSWER_TOKENS = 512  # of a model without a run
 
 
 class NotUsable(Exception):
-    """There is no complete model at the path, or it cannot be used as asked; the message is shown to the user."""
+    """There is no complete model at the path, or it cannot be used; the message is shown to the user."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(arguments: argparse.Namespace) -> int:
-    """Upload the files. The token is that of HF_TOKEN, or of `hf auth login`; nothing is asked."""
+    """Upload the files. The token is that of HF_TOKEN, or of `hf auth login`; the command needs no answers."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
