@@ -26,7 +26,7 @@ from roll_opd.models.model_info import ModelFilesError
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 
 if TYPE_CHECKING:
-    from roll_opd.extras.after_run.loaded_model import Answer, LoadedModel
+    from roll_opd.extras.after_run.loaded_model import AnswerTokens, LoadedModel
 
 NEW = "/new"  # begins another conversation
 ANY_TEACHER = "teacher"
@@ -84,7 +84,7 @@ class Conversation:
 
     def ask(self, question: str, sampling: Any, seed: int) -> str:
         """Return the answers of all models in columns, and a line about the reverse KL."""
-        answers: dict[str, Answer] = {}
+        answers: dict[str, AnswerTokens] = {}
         shown, note = [], ""
         for title, model in self._models.items():
             messages = self._messages[title]
@@ -106,7 +106,7 @@ class Conversation:
             shown.append((title, list(zip(pieces, colours, strict=True))))
         return side_by_side(shown, columns()) + note
 
-    def _reverse_kl(self, answer: "Answer") -> list[float]:
+    def _reverse_kl(self, answer: "AnswerTokens") -> list[float]:
         from roll_opd.extras.after_run.loaded_model import reverse_kl_of
 
         assert self._teacher is not None

@@ -21,7 +21,7 @@ from roll_opd.pipelines.session_arguments import row_of
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerTokens:
     """Token ids of a prompt and of the answer to it."""
 
     prompt: list[int]
@@ -50,7 +50,7 @@ class LoadedModel:
         tokens, *_ = next(encode(self.tokenizer, [render_row(self.tokenizer, row, self.data)]))
         return [int(token) for token in tokens]
 
-    def answer(self, messages: Sequence[Mapping[str, Any]], sampling: SamplingPlan, seed: int) -> Answer:
+    def answer(self, messages: Sequence[Mapping[str, Any]], sampling: SamplingPlan, seed: int) -> AnswerTokens:
         """Return the model's answer to a conversation."""
         prompt = self.prompt(messages)
         torch.manual_seed(seed)
@@ -69,9 +69,9 @@ class LoadedModel:
                 **how,
                 **given,
             )
-        return Answer(prompt, found[0, len(prompt) :].tolist())
+        return AnswerTokens(prompt, found[0, len(prompt) :].tolist())
 
-    def logprobs(self, answer: Answer) -> Tensor:
+    def logprobs(self, answer: AnswerTokens) -> Tensor:
         """Return the log-probs of every token at each position of an answer, f32 [R, V]."""
         ids_T = torch.tensor([[*answer.prompt, *answer.tokens]], device=self.model.device)
         with torch.no_grad():
