@@ -14,6 +14,7 @@ SHIPPED = (
     "configs/*/*.yaml",
     "examples/*/*.yaml",
     "examples/*/my_*.py",
+    "examples/grafana/*.json",
     "examples/demo/data/*.jsonl",
     "examples/*/models/*/*",
 )

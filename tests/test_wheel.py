@@ -91,7 +91,7 @@ def test_an_archive_has_all_that_the_commands_read(archives: tuple[Path, Path], 
     expected = {path for path in (ROOT / "configs").rglob("*.yaml")} | set((ROOT / "examples").rglob("*.yaml"))
     of_examples = ("demo/data", "demo/models", "games/models")
     expected |= {path for part in of_examples for path in (ROOT / "examples" / part).rglob("*.*")}
-    expected |= set((ROOT / "examples").glob("*/my_*.py"))
+    expected |= {*(ROOT / "examples").glob("*/my_*.py"), *(ROOT / "examples").glob("grafana/*.json")}
     brought = {ROOT / path.relative_to(shipped) for path in shipped.rglob("*") if path.is_file()}
     assert brought == {path for path in expected if path.is_file()}
     own = [path for path in (ROOT / "roll_opd").rglob("*") if path.is_file() and "__pycache__" not in path.parts]

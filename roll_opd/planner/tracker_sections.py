@@ -15,7 +15,7 @@ from roll_opd.config.schema import Run
 from roll_opd.tracking.secrets import is_secret
 from roll_opd.tracking.trackers import TRACKERS
 
-TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # trackers that ROLL has and this package does not
+TRACKERS_OF_ROLL = ("ml_tracker",)  # trackers that ROLL has and this package does not
 GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step resumed from
 
 

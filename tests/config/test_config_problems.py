@@ -83,7 +83,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"student_train.data_args.file_name": "no.jsonl"}, ["file_name: no file 'no.jsonl'"]),
     ({"student_train.data_args": ...}, ["student_train.data_args.file_name: is missing"]),
     ({"global_template": "qwen9"}, ["global_template: 'qwen9' is not a known template"]),
-    ({"track_with": "trackio"}, ["track_with: 'trackio' is not available here; use one or more of mlflow, stdout"]),
+    ({"track_with": "ml_tracker"}, ["track_with: 'ml_tracker' is not available here; use one or more of mlflow"]),
     ({"track_with": "no_such_package.Tracker"}, ["no_such_package.Tracker needs no_such_package", "PYTHONPATH"]),
     ({"tracker_kwargs": {"logdir": "x"}}, ["tracker_kwargs.logdir: unknown argument of tracker", "'log_dir'"]),
     (

@@ -1,7 +1,9 @@
-"""The packages of W&B, SwanLab and MLflow without a network: their files on disk, and an unreachable server."""
+"""The packages of W&B, SwanLab, Trackio and MLflow without a network: their files on disk, an unreachable server."""
 
+import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ EXTRA = "an optional tracker: pip install 'roll_opd[{}]'"
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """Return a run without any login."""
     for name in os.environ:
-        if name.startswith(("WANDB_", "SWANLAB_", "MLFLOW_")):
+        if name.startswith(("WANDB_", "SWANLAB_", "MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -91,6 +93,25 @@ def test_swanlab_offline(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -
     files = list((run.path / "swanlab").rglob(f"run-{identity}.swanlab"))
     assert files and all(b"opd/x" in file.read_bytes() for file in files)
     assert "warning: tracker" not in capfd.readouterr().err
+
+
+def test_trackio_in_the_run_directory(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trackio", reason=EXTRA.format("trackio"))
+    program = (
+        "import pathlib, sys; sys.path[:] = eval(sys.argv[2])\n"
+        "import test_tracker_services as t\n"
+        "t.log_and_resume(t.RunDirectory(pathlib.Path(sys.argv[1])), 'trackio')"
+    )
+    command = [sys.executable, "-c", program, str(run.path), repr(sys.path)]  # Trackio reads its directory at import
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "warning: tracker" not in done.stderr, done.stderr
+    [file] = (run.path / "trackio").glob("*.db")
+    with sqlite3.connect(file) as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
+        [config] = database.execute("select config from configs").fetchall()
+    values = [(name, step, json.loads(metrics)["opd/x"]) for name, step, metrics in rows]
+    assert values == [(run.path.name, step, step / 2) for step in (1, 2, 3)]
+    assert json.loads(config[0])["seed"] == 3
 
 
 def test_mlflow_in_the_run_directory(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:

@@ -408,7 +408,7 @@ def test_finding_a_tracker_imports_none_of_its_packages() -> None:
         "print(len(needed), needed & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "6 set()\n"
+    assert done.stdout == "7 set()\n"
 
 
 def test_tensorboard_shows_samples_and_the_configuration_as_text(run: RunDirectory) -> None:
