@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=1, help="of answers, after the warm-up; the median counts")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeats", action="store_true", help="prompts repeat a few tokens, as speculation wants it")
@@ -95,22 +97,20 @@ async def generated(directory: Path, engine_args: Mapping[str, Any], options: ar
         return {"failed": f"{type(error).__name__}: {error}"[-600:]}
     started = time.perf_counter() - began
     try:
-        seconds = []
+        rates = []
         answers: dict[int, Any] = {}
-        for turn in range(2):
+        for turn in range(1 + options.rounds):
             began = time.perf_counter()
             seeds = [1000 * turn + number for number in range(len(prompts))]
             async for number, completion in engine.generate_batch(prompts, sampling, seeds):
                 answers[number] = completion
-            seconds.append(time.perf_counter() - began)
+            rates.append(sum(len(one.tokens) for one in answers.values()) / (time.perf_counter() - began))
         drafted, accepted = engine.take_drafts()
     finally:
         await engine.close()
-    tokens = sum(len(one.tokens) for one in answers.values())
     return {
         "start_seconds": started,
-        "seconds": seconds[-1],
-        "tokens_a_second": tokens / seconds[-1],
+        "tokens_a_second": median(rates[1:]),
         "drafted": drafted,
         "accepted": accepted,
         "answers": [(prompts[number], one.tokens, one.logprobs) for number, one in answers.items()],

@@ -37,6 +37,7 @@ from work import phase_devices  # noqa: E402
 
 ROWS = HERE.parents[1] / "examples/demo/data/train.jsonl"
 ROLES = ("student_train", "student_infer", "teacher")
+MEMORY = "system/device_memory_gib"
 ENGINE = "student_infer.strategy_args.strategy_config"
 ENGINE_SHARE = 0.6  # of the memory, for an engine with a limit
 PACK = 16_384  # tokens of a micro-batch
@@ -189,6 +190,7 @@ def measured(name: str, teacher: str, options: argparse.Namespace, directory: Pa
         rows = run_pipeline(*names, overrides, directory, lambda _: shown.look())[options.warmup :]
     found = compare(plan, rows, best)
     found["rows"] = rows
+    found["device_memory_gib"] = max((row.get(MEMORY, 0.0) for row in rows), default=0.0) or None  # None on a CPU
     found["startup_seconds"] = startup_seconds(directory)
     found["other_seconds"] = median(row["time/other"] for row in rows)
     if options.no_bare:
