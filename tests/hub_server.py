@@ -7,8 +7,9 @@ repository with one commit, whose id depends on the content.
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ PRIVATE, GATED = "private", "gated"  # owners whose repositories need a token
 TOKEN, OUTSIDER = "hf_member", "hf_outsider"  # tokens with and without access
 BROKEN = "broken"  # owner whose weights break off once, after half of their bytes
 DEAD = "dead"  # owner whose weights break off every time
+SLOW = "slow"  # owner whose weights arrive a byte a second
 DOWN = "down"  # owner whose repositories answer 503
 
 
@@ -150,6 +152,14 @@ class _Handler(BaseHTTPRequestHandler):
         is_new = f"{name}/{path}" not in self.server.sent
         is_cut = path.endswith(".safetensors") and (owner == DEAD or (owner == BROKEN and is_new))
         body = content[start : start + (len(content) - start) // 2] if is_cut else content[start:]
+        if owner == SLOW and path.endswith(".safetensors"):
+            self.server.sent[f"{name}/{path}"] = 0
+            for byte in body:
+                with suppress(OSError):  # the client has ended
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(1)
+                    continue
+                return
         self.wfile.write(body)
         self.server.sent[f"{name}/{path}"] = self.server.sent.get(f"{name}/{path}", 0) + len(body)
         self.close_connection = self.close_connection or is_cut

@@ -31,6 +31,7 @@ SELECTING = (*OFFLINE, *MODELSCOPE, "MODEL_DOWNLOAD_TYPE", "HF_ENDPOINT", "MODEL
 VARIABLES = re.compile(
     r"HF_\w+|HUGGINGFACE\w+|MODELSCOPE_\w+|MODEL_DOWNLOAD_TYPE|(VLLM_)?USE_MODELSCOPE|TRANSFORMERS_OFFLINE"
 )
+SMALL = 2**16  # bytes that are downloaded without a child process
 SPARE = 2**26  # bytes that a download leaves free
 
 
@@ -279,7 +280,7 @@ def download(wanted: Sequence[Download]) -> list[Path]:
 
     Files that are complete in the cache are kept, so that the next attempt continues. Raises HubError.
     """
-    from roll_opd.base import hub_clients
+    from roll_opd.base import hub_clients, hub_downloads
 
     say, total = _say.get(), sum(one.bytes for one in wanted)
     assert say is not None, "call it inside `downloading`"
@@ -299,10 +300,11 @@ def download(wanted: Sequence[Download]) -> list[Path]:
         )
     there = [snapshot(one.name, one.commit).resolve() for one in wanted]
     # the client also records the commit of a branch
-    return [
-        path if one.files and not one.sizes and cached(one.name) == path else hub_clients.fetched(one)
-        for one, path in zip(wanted, there, strict=True)
+    rest = [
+        one for one, path in zip(wanted, there, strict=True) if one.sizes or not one.files or cached(one.name) != path
     ]
+    found = (hub_downloads.in_child if total > SMALL else hub_clients.fetched)(rest)
+    return [found.get(one.name, path) for one, path in zip(wanted, there, strict=True)]
 
 
 def free_space(path: Path) -> int:

@@ -5,7 +5,7 @@ Every error of a client becomes a HubError: one sentence with the name, the reas
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,12 @@ def listing(name: HubName) -> tuple[str, dict[str, int]]:
         return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
 
 
-def fetched(wanted: Download) -> Path:
-    """Download files into the cache; return the directory of the name."""
+def fetched(wanted: Sequence[Download]) -> dict[HubName, Path]:
+    """Download files into the cache; return the directory of each name."""
+    return {one.name: _fetched(one) for one in wanted}
+
+
+def _fetched(wanted: Download) -> Path:
     name = wanted.name
     with _sentences(name):
         if hub.is_on_modelscope(name):

@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from roll_opd.commands.main import main
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.files import open_file
 from roll_opd.pipelines.named_inputs import with_inputs
-from tests.hub_server import BROKEN, DEAD, DOWN, GATED, OUTSIDER, PRIVATE, TOKEN, HubServer, serve
+from tests.hub_server import BROKEN, DEAD, DOWN, GATED, OUTSIDER, PRIVATE, SLOW, TOKEN, HubServer, serve
 
 Plan = Callable[..., RunPlan]
 STUDENT, TEACHER = "student_train.model_args.model_name_or_path", "teacher.model_args.model_name_or_path"
@@ -176,6 +180,36 @@ def test_an_interrupted_download_continues(server: HubServer, plan: Plan, monkey
     with pytest.raises(ConfigError):  # what arrived is kept, and is not taken for the whole
         plan({TEACHER: f"{DEAD}/model", "rollout_batch_size": 7})
     assert plan({TEACHER: f"{DEAD}/model", "rollout_batch_size": 8}).downloads and not server.requests
+
+
+FETCH = """
+import sys
+from roll_opd.base import hub
+with hub.downloading(print):
+    hub.fetch(hub.HubName("model", sys.argv[1]), lambda files: ["config.json", "model.safetensors"])
+"""
+
+
+def test_an_ended_process_leaves_no_parts_of_files(server: HubServer, tmp_path: Path) -> None:
+    """The client's threads cannot be interrupted, and it never continues a part of a file."""
+    path = publish(server, f"{SLOW}/model")
+    with (path / "model.safetensors").open("ab") as file:
+        file.write(bytes(hub.SMALL))  # a large file, for which there is a child process
+    for number, code in ((signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)):
+        server.sent.clear()
+        run = subprocess.Popen([sys.executable, "-c", FETCH, f"{SLOW}/model"], stderr=subprocess.DEVNULL)
+        wait_until(lambda: f"{SLOW}/model/model.safetensors" in server.sent)
+        wait_until(lambda: bool([*tmp_path.rglob("*.incomplete")] and [*tmp_path.rglob("snapshots/*/config.json")]))
+        run.send_signal(number)
+        assert run.wait(timeout=20) in (code, -number)
+        wait_until(lambda: not [*tmp_path.rglob("*.incomplete")])
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_resumed_run_keeps_its_commits(server: HubServer, plan: Plan, root: Path, tmp_path: Path) -> None:
