@@ -1,4 +1,4 @@
-"""Download in a child process, which ends at once when its parent is interrupted or ends.
+"""Download in a child process, which ends immediately when its parent is interrupted or ends.
 
 The threads of the clients cannot be interrupted. The child ends when its standard input closes, and removes the files
 that it has begun: the clients give each attempt new names, so no later attempt would continue or remove them.
