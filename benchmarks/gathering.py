@@ -91,6 +91,7 @@ def measure(case: str, rounds: int, earlier: Path | None, result: Path) -> None:
     from roll_opd.megatron import parallel
     from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan
     from roll_opd.megatron.weights.tensor_slices import SliceSizes
+    from roll_opd.samples.weight_bucket import BUCKET_BYTES, BucketMemory, bucketed
 
     sizes, layout = CASES[case]
     parallel.initialize(Layout(**dict[str, Any](layout)), seed=0, deterministic=False)
@@ -102,11 +103,17 @@ def measure(case: str, rounds: int, earlier: Path | None, result: Path) -> None:
     full = {tensor.name: (tensor.dtype, tensor.shape) for group in plan.groups for tensor in group}
     size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in full.values())
     whole = torch.zeros(size, dtype=torch.uint8)
+    memories = [BucketMemory(), BucketMemory()]
+
+    def rank_0s() -> Iterator[Any]:
+        return (stack for stack in plan.stacks(Receivers.FIRST) if stack[1] is not None)
+
     ways: dict[str, Callable[[], Any]] = {
         "broadcast": lambda: dist.broadcast(whole, 0),
-        "to rank 0": lambda: exhaust(plan.tensors(Receivers.FIRST)),
-        "to all ranks": lambda: exhaust(plan.tensors(Receivers.ALL)),
-        "within stages": lambda: exhaust(plan.tensors(Receivers.STAGE)),
+        "into shared memory": lambda: exhaust(bucketed(rank_0s(), memories, torch.bfloat16, BUCKET_BYTES)),
+        "to rank 0": lambda: exhaust(plan.stacks(Receivers.FIRST)),
+        "to all ranks": lambda: exhaust(plan.stacks(Receivers.ALL)),
+        "within stages": lambda: exhaust(plan.stacks(Receivers.STAGE)),
     }
     if earlier:
         spec = importlib.util.spec_from_file_location("earlier", earlier)

@@ -125,7 +125,7 @@ class Student(StudentRank):
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
         if not memories:  # on a rank that sends nothing
             return iter(())
-        return bucketed([("weight", torch.zeros(1))], memories, torch.float32, 64)
+        return bucketed([(["weight"], torch.zeros(1, 1))], memories, torch.float32, 64)
 
     def save(self, directory: Path) -> None:
         self._write(lambda: [])

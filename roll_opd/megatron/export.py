@@ -15,7 +15,7 @@ from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model_builder import unwrapped
 from roll_opd.megatron.weights.fused_experts import as_stored
 from roll_opd.megatron.weights.source import FileSource
-from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan
+from roll_opd.megatron.weights.sync_plan import Receivers, Stack, SyncPlan, unstacked
 from roll_opd.models import adapter_files
 from roll_opd.models.device_phases import Part
 from roll_opd.models.model_files import with_dtype
@@ -50,9 +50,12 @@ def hf_tensors(
     `plan`: result of `sync_plan` or `adapter_plan`, if the caller has one. It is valid as long as the parameters keep
     their dtypes.
     """
-    engine.memory.check("export its weights", Part.WEIGHTS)
-    engine.wait_for_weights()
-    return _present((plan or sync_plan(engine)).tensors(receivers))
+    return (
+        (name, tensor)
+        for stack in _stacks(engine, plan, receivers)
+        for name, tensor in unstacked(stack)
+        if tensor is not None
+    )
 
 
 def weight_buckets(
@@ -66,7 +69,8 @@ def weight_buckets(
 
     Collective: every rank must iterate to the end. `plan`: as for `hf_tensors`.
     """
-    return bucketed(hf_tensors(engine, plan), memories, model_dtype, limit)
+    present = ((names, tensors) for names, tensors in _stacks(engine, plan) if tensors is not None)
+    return bucketed(present, memories, model_dtype, limit)
 
 
 def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False) -> Written:
@@ -115,8 +119,10 @@ def save_hf(
     return write if later else partial(list, write())
 
 
-def _present(tensors: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in tensors if tensor is not None)
+def _stacks(engine: MegatronEngine, plan: SyncPlan | None, receivers: Receivers = Receivers.FIRST) -> Iterator[Stack]:
+    engine.memory.check("export its weights", Part.WEIGHTS)
+    engine.wait_for_weights()
+    return (plan or sync_plan(engine)).stacks(receivers)
 
 
 def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:

@@ -7,8 +7,8 @@ the bucket exits, even if SIGKILL ends this process. Readers on the same machine
 
 import mmap
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
@@ -48,39 +48,60 @@ def sampled_rows(rows: int) -> list[int]:
 
 
 def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
-    """Return the CRC-32 of some rows of a tensor.
+    """Return the checksums of some rows of a tensor.
 
     Args:
         rows: indices of the rows.
     """
-    picked = tensor.detach()[rows].cpu().contiguous()
-    return [zlib.crc32(row.reshape(-1).view(torch.uint8).numpy()) for row in picked]
+    found: list[int] = checksums(tensor.detach()[rows].flatten(1)).tolist()
+    return found
 
 
-def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
-    """Return a map from dtype names to the CRC-32 of each sampled row of the tensor.
+def checksums(rows: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of the bits of each row, i64 [...], for rows [..., values].
+
+    A checksum is the sum of a row's words, each times an odd number of its place, modulo 2^64. So one word that differs
+    always changes it, and other differences change it but for a chance of about 2^-32. The rows of many tensors take a
+    few operations together. A word has 64 bits, or those of one value if the row's size is no multiple of 64 bits.
+    """
+    values = torch.int16 if rows.itemsize == 2 else torch.int32
+    words = rows.contiguous().view(values if rows.shape[-1] * rows.itemsize % 8 else torch.int64)
+    return (words * _multipliers(words.shape[-1]).to(words.device)).sum(-1)
+
+
+@lru_cache(maxsize=32)
+def _multipliers(length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (length,), generator=generator, device="cpu") | 1
+
+
+def fingerprints(tensors: torch.Tensor, model_dtype: torch.dtype) -> list[dict[str, list[int]]]:
+    """Return, for each tensor of a stack, a map from dtype names to the checksum of each sampled row.
 
     The map has an entry for the dtype of the tensor and one for the dtype of the model. For each entry, the rows are
     converted to its dtype. A vector counts as one row. At most `SAMPLED_ROWS` rows of a matrix are read, to save time.
     """
-    rows = tensor.detach().reshape(1, -1) if tensor.ndim == 1 else tensor.detach()
-    picked = rows[sampled_rows(rows.shape[0])]
-    everything = list(range(picked.shape[0]))
-    return {dtype_name(d): row_checksums(picked.to(d), everything) for d in {tensor.dtype, model_dtype}}
+    of_tensors = tensors.detach()
+    picked = [of_tensors] if tensors.ndim == 2 else [of_tensors[:, row] for row in sampled_rows(tensors.shape[1])]
+    rows = torch.stack(picked, 1).flatten(2)
+    found = {dtype_name(d): checksums(rows.to(d)).tolist() for d in {tensors.dtype, model_dtype}}
+    return [dict(zip(found, of_dtypes, strict=True)) for of_dtypes in zip(*found.values(), strict=True)]
 
 
-def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, Any]:
-    """Return the description of a tensor for readers, without its offset.
+def entries_of(names: Sequence[str], tensors: torch.Tensor, model_dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Return the descriptions of the tensors of a stack for readers, without their offsets.
 
-    Raises ValueError if the tensor has a shape or dtype that a weight cannot have.
+    Raises ValueError if the tensors have a shape or dtype that a weight cannot have.
     """
-    if tensor.numel() == 0 or tensor.ndim == 0:
+    shape, dtype = list(tensors.shape[1:]), dtype_name(tensors.dtype)
+    if tensors.numel() == 0 or not shape:
         raise ValueError(
-            f"weight {name!r} has shape {tuple(tensor.shape)}: expected at least one dimension, and no dimension"
-            " of size 0"
+            f"weight {names[0]!r} has shape {tuple(shape)}: expected at least one dimension, and no dimension of size 0"
         )
-    shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
-    return {"name": name, "dtype": dtype, "shape": shape, "fingerprint": fingerprint(tensor, model_dtype)}
+    return [
+        {"name": name, "dtype": dtype, "shape": shape, "fingerprint": fingerprint}
+        for name, fingerprint in zip(names, fingerprints(tensors, model_dtype), strict=True)
+    ]
 
 
 class BucketMemory:
@@ -99,22 +120,31 @@ class BucketMemory:
         """Start an empty bucket."""
         self._entries, self.size = [], 0
 
-    def has_room(self, tensor: torch.Tensor, limit: int) -> bool:
-        """Return whether a tensor fits into the bucket within `limit` bytes.
+    def room(self, tensors: torch.Tensor, limit: int) -> int:
+        """Return how many tensors of a stack fit into the bucket within `limit` bytes.
 
-        Any tensor fits into an empty bucket.
+        An empty bucket has room for one tensor of any size.
         """
-        return not self._entries or self.size + tensor.nbytes <= limit
+        free = limit - self.size - tensors[0].nbytes
+        return max(1 + free // _stride(tensors), 0 if self._entries else 1)
 
     def add(self, name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> None:
         """Copy a tensor into the bucket. The tensor may be fp32, bf16 or fp16, and on any device."""
-        entry = entry_of(name, tensor, model_dtype)
-        end = self.size + tensor.nbytes
+        self.add_stack([name], tensor[None], model_dtype)
+
+    def add_stack(self, names: Sequence[str], tensors: torch.Tensor, model_dtype: torch.dtype) -> None:
+        """Copy the tensors of a stack into the bucket, each of them aligned."""
+        entries = entries_of(names, tensors, model_dtype)
+        stride, count = _stride(tensors), len(names)
+        start, end = self.size, self.size + stride * count
         if end > self._memory.numel():
             self._grow(end)
-        self._memory[self.size : end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        self._entries.append({**entry, "offset": self.size})
-        self.size = -(-end // ALIGNMENT) * ALIGNMENT
+        values = self._memory[start:end].view(tensors.dtype).view(count, -1)[:, : tensors[0].numel()]
+        values.unflatten(1, tensors.shape[1:]).copy_(tensors.detach())
+        for number, entry in enumerate(entries):
+            entry["offset"] = start + number * stride
+        self._entries += entries
+        self.size = end
 
     def fill(self, content: np.ndarray, description: Description) -> None:
         """Copy a bucket of another `BucketMemory` into this memory.
@@ -151,8 +181,13 @@ class BucketMemory:
         self._memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
 
 
+def _stride(tensors: torch.Tensor) -> int:
+    """Return the bytes of a tensor of a stack in a bucket, with those that align the next one."""
+    return -(-tensors[0].nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def bucketed(
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    stacks: Iterable[tuple[Sequence[str], torch.Tensor]],
     memories: Sequence[BucketMemory],
     model_dtype: torch.dtype,
     limit: int,
@@ -163,21 +198,25 @@ def bucketed(
     its own bucket. The next bucket is written only when the caller requests it.
 
     Args:
-        tensors: names and tensors.
+        stacks: names of tensors of the same shape and dtype, and these tensors, stacked.
         memories: memories that are used for the buckets in turn.
         model_dtype: dtype of the models that load the tensors.
         limit: largest number of bytes of a bucket.
     """
     turns = cycle(memories)
     memory = None
-    for name, tensor in tensors:
-        if memory is not None and not memory.has_room(tensor, limit):
-            yield memory, False
-            memory = None
-        if memory is None:
-            memory = next(turns)
-            memory.clear()
-        memory.add(name, tensor, model_dtype)
+    for names, tensors in stacks:
+        start = 0
+        while start < len(names):
+            if memory is not None and not memory.room(tensors, limit):
+                yield memory, False
+                memory = None
+            if memory is None:
+                memory = next(turns)
+                memory.clear()
+            end = start + memory.room(tensors, limit)
+            memory.add_stack(names[start:end], tensors[start:end], model_dtype)
+            start = end
     if memory is not None:
         yield memory, True
 

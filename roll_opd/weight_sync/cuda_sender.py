@@ -20,9 +20,9 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from roll_opd.inference.plugin import CUDA_IPC
-from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan
+from roll_opd.megatron.weights.sync_plan import Receivers, Stack, SyncPlan, unstacked
 from roll_opd.models.engine_options import DTYPE_NAMES
-from roll_opd.samples.weight_bucket import DTYPES, entry_of
+from roll_opd.samples.weight_bucket import DTYPES, entries_of
 
 BUFFER_BYTES = 256 * 2**20  # GPU memory of a buffer; with NCCL, sender and receiver have two buffers each
 
@@ -96,26 +96,27 @@ class StudentSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) for each weight. Collective: every rank must iterate to the end."""
         self._begin()
-        tensors: Iterator[Any] = self._plan.tensors(self._receivers)
-        for name, tensor in tensors:
-            self._record([(name, tensor)])
-            yield name, tensor
+        for stack in self._plan.stacks(self._receivers):
+            self._record([stack])
+            tensors: Iterator[Any] = unstacked(stack)
+            yield from tensors
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
         """Yield the weights of one layer after the other, as (names, full tensors). Collective like `__iter__`."""
         self._begin()
-        batches: Iterator[Any] = self._plan.batches(self._receivers)
-        for batch in batches:
-            self._record(batch)
-            yield [name for name, _ in batch], [tensor for _, tensor in batch]
+        for stacks in self._plan.batches(self._receivers):
+            self._record(stacks)
+            tensors: list[Any] = [tensor for stack in stacks for _, tensor in unstacked(stack)]
+            yield [name for names, _ in stacks for name in names], tensors
 
     def _begin(self) -> None:
         self.entries = []
         self._engine.wait_for_weights()
 
-    def _record(self, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+    def _record(self, stacks: Iterable[Stack]) -> None:
         if dist.get_rank() == 0:
-            self.entries += [entry_of(name, t, self._model_dtype) for name, t in tensors if t is not None]
+            for names, tensors in stacks:
+                self.entries += [] if tensors is None else entries_of(names, tensors, self._model_dtype)
 
 
 class WeightSyncClient:

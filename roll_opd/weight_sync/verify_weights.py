@@ -30,7 +30,7 @@ class WeightVerifier:
         # this logger warns of layers without weights at every update; `incomplete_layers` checks these layers instead
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._model = model
-        self._sent: dict[str, dict[str, Any]] = {}  # tensor name -> its entry (see `weight_bucket.entry_of`)
+        self._sent: dict[str, dict[str, Any]] = {}  # tensor name -> its entry (see `weight_bucket.entries_of`)
         self._version = 0
         self._tied_heads = tied_heads(model)
         self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)

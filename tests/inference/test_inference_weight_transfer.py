@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll_opd.inference.plugin import BACKENDS, register
-from roll_opd.samples.weight_bucket import entry_of
+from roll_opd.samples.weight_bucket import entries_of
 
 CALLED = (  # by vLLM's worker, on our engines
     "__init__",
@@ -61,7 +61,12 @@ def test_ipc_update_info_survives_vllms_serialization() -> None:
     reported = {"names": ["norm"], "dtype_names": ["float32"], "shapes": [[3]], "tensor_sizes": [12]}
     info = CheckedIpcUpdateInfo(**reported, ipc_handles=None, ipc_handles_pickled=None, handles=pickle.dumps(handles))
     assert info.ipc_handles == handles and info.entries is None
-    last = {"names": [], "dtype_names": [], "shapes": [], "entries": [entry_of("norm", torch.ones(3), torch.float32)]}
+    last = {
+        "names": [],
+        "dtype_names": [],
+        "shapes": [],
+        "entries": entries_of(["norm"], torch.ones(1, 3), torch.float32),
+    }
     assert CheckedIpcUpdateInfo(**last, handles=pickle.dumps({}), version=3).version == 3
     assert CheckedNcclUpdateInfo(**last, version=3).entries == last["entries"]
     for kind in (CheckedIpcUpdateInfo, CheckedNcclUpdateInfo):

@@ -1,5 +1,6 @@
 """Shared-memory buckets: readers get the written values, and no memory remains."""
 
+import itertools
 import mmap
 import multiprocessing
 import os
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.samples.weight_bucket import BucketMemory, bucketed, fingerprint, map_bucket, row_checksums, sampled_rows
+from roll_opd.samples.weight_bucket import (
+    BucketMemory,
+    bucketed,
+    fingerprints,
+    map_bucket,
+    row_checksums,
+    sampled_rows,
+)
 
 
 def random_tensors() -> dict[str, torch.Tensor]:
@@ -22,6 +30,13 @@ def random_tensors() -> dict[str, torch.Tensor]:
         "experts": torch.randn(2, 3, 4).half(),
         "large": torch.randn(40, 30),
     }
+
+
+def stacks(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Yield tensors of one dtype and shape together."""
+    for _, run in itertools.groupby(tensors, lambda pair: (pair[1].dtype, pair[1].shape)):
+        names, of_run = zip(*run, strict=True)
+        yield list(names), torch.stack(of_run)
 
 
 @contextmanager
@@ -78,9 +93,10 @@ def test_a_reader_cannot_change_another_readers_weights() -> None:
 @pytest.mark.parametrize("limit", [1, 150, 1_000, 10**6])
 def test_buckets_keep_to_their_limit_and_their_order(limit: int) -> None:
     tensors = list(random_tensors().items())
+    tensors += [(f"expert.{number}", torch.randn(3, 5)) for number in range(7)]
     memories = [BucketMemory(), BucketMemory()]
     arrived, lasts, used = [], [], []
-    for memory, last in bucketed(iter(tensors), memories, torch.float32, limit):
+    for memory, last in bucketed(stacks(tensors), memories, torch.float32, limit):
         _, mapped = map_bucket(**memory.describe())
         assert len(mapped) == 1 or sum(tensor.nbytes for _, tensor in mapped) <= limit
         arrived += [(name, tensor.clone()) for name, tensor in mapped]
@@ -100,11 +116,22 @@ def test_buckets_keep_to_their_limit_and_their_order(limit: int) -> None:
 
 def test_a_fingerprint_sees_one_bit_and_the_models_precision() -> None:
     vector = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    expected = fingerprint(vector, torch.bfloat16)
-    assert expected["bfloat16"] == row_checksums(vector.bfloat16()[None], [0])
-    changed = vector.clone()
+    changed, swapped = vector.clone(), vector.clone()
     changed.view(torch.int32)[500] ^= 1
-    assert fingerprint(changed, torch.bfloat16)["float32"] != expected["float32"]
+    swapped[[3, 4]] = vector[[4, 3]]
+    [expected, *others] = fingerprints(torch.stack([vector, changed, swapped]), torch.bfloat16)
+    assert expected["bfloat16"] == row_checksums(vector.bfloat16()[None], [0])
+    assert all(other["float32"] != expected["float32"] for other in others)
+
+
+def test_a_stack_has_the_fingerprints_of_its_tensors() -> None:
+    """Against a loop over values, in integers of any size."""
+    tensors = torch.randn(3, 9, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    factors = (torch.randint(-(2**63), 2**63 - 1, (5,), generator=torch.Generator().manual_seed(0)) | 1).tolist()
+    for matrix, found in zip(tensors, fingerprints(tensors, torch.bfloat16), strict=True):
+        rows = matrix[sampled_rows(9)].view(torch.int16).tolist()
+        sums = [sum(bits * factor for bits, factor in zip(row, factors, strict=True)) for row in rows]
+        assert found == {"bfloat16": [(value + 2**63) % 2**64 - 2**63 for value in sums]}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 1000])

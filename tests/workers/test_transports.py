@@ -37,7 +37,8 @@ class Student(BucketHost, BucketWriter):
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str, *, adapter: bool) -> Written:
         self._times += 1
-        return bucketed(tensors(self._times).items() if memories else (), memories, torch.float32, LIMIT)
+        stacks = [([name], tensor[None]) for name, tensor in tensors(self._times).items()]
+        return bucketed(stacks if memories else (), memories, torch.float32, LIMIT)
 
 
 class Taker(BucketHost):

@@ -3,7 +3,9 @@
 A plan is made once, with one exchange of objects between all ranks. It describes every full tensor: name, dtype, shape
 and group. A group has the tensors of one layer, or those before or after all layers, as in vLLM's weight transfer. A
 sync only exchanges values: each rank packs its shards of a chunk (one kind and dtype of a group) into one tensor and
-sends it to the receivers, which join the shards of all senders.
+sends it to the receivers, which join the shards of all senders. Tensors of the same shape and kind, such as one matrix
+of each expert, are packed, joined and passed on as one stack: a mixture has more tensors than a loop over them has time
+for.
 
 Legend: R senders of a chunk, N values of a chunk on one rank.
 """
@@ -11,7 +13,7 @@ Legend: R senders of a chunk, N values of a chunk on one rank.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -75,6 +77,8 @@ class ShardChunk:
     kind: ShardKind
     numbers: Sequence[int]  # of each shard, its index in the stage's list of parameters
     runs: Sequence[Sequence[ParameterShard]]  # the shards; those of a run have the same slicing and shape
+    # of each run, for each expert rank, for each tensor of a parameter: its names
+    names: Sequence[Sequence[Sequence[Sequence[str]]]]
 
     @property
     def shards(self) -> Iterator[ParameterShard]:
@@ -92,7 +96,8 @@ class Arrival:
 
 
 Parameters = Sequence[tuple[ParameterShard, Callable[[], Tensor]]]  # a rank's shards, and functions that return them
-Named = list[tuple[str, Tensor | None]]  # tensors by name; None: another rank of the stage gets the tensor
+# names of tensors with the same shape, and these tensors, stacked; None: another rank of the stage gets them
+Stack = tuple[Sequence[str], Tensor | None]
 
 
 class SyncPlan:
@@ -131,32 +136,36 @@ class SyncPlan:
             for name in shard.names[_first_expert_rank(chunk.kind, Receivers.STAGE)]
         }
 
-    def tensors(self, receivers: Receivers) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield (name, full tensor) in the order of `groups`. Collective: every rank must iterate to the end.
+    def stacks(self, receivers: Receivers) -> Iterator[Stack]:
+        """Yield (names, full tensors) in the order of `groups`. Collective: every rank must iterate to the end.
 
         Ranks that are no receivers yield nothing. Two chunks are in memory: the next one arrives while the caller
-        reads one. A tensor may share memory with its parameter or with other tensors.
+        reads one. A stack may share memory with its parameter or with other stacks.
         """
-        return (pair for _, named in self._chunks(receivers) for pair in named)
+        return (stack for _, stacks in self._chunks(receivers) for stack in stacks)
 
-    def batches(self, receivers: Receivers) -> Iterator[Named]:
-        """Yield the tensors of each group, as `tensors` does. One group and two chunks are in memory."""
+    def tensors(self, receivers: Receivers) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield (name, full tensor), as `stacks` does."""
+        return chain.from_iterable(map(unstacked, self.stacks(receivers)))
+
+    def batches(self, receivers: Receivers) -> Iterator[list[Stack]]:
+        """Yield the stacks of each group, as `stacks` does. One group and two chunks are in memory."""
         for _, chunks in groupby(self._chunks(receivers), itemgetter(0)):
-            if found := [pair for _, named in chunks for pair in named]:
+            if found := [stack for _, stacks in chunks for stack in stacks]:
                 yield found
 
     def _full(self, chunk: ShardChunk) -> Iterator[FullTensor]:
         """Yield the full tensors of a chunk. Their shapes are found by joining parts without values."""
         ranks = tensor_rank(expert=chunk.kind.is_expert)[1]
-        for run in chunk.runs:
+        for run, of_ranks in zip(chunk.runs, chunk.names, strict=True):
             parts = [torch.empty(run[0].shape, device="meta")] * ranks
             shapes = [tuple(tensor.shape) for tensor in run[0].slicing.join(parts, self._sizes)]
-            for names in (names for shard in run for names in shard.names):
-                for name, shape in zip(names, shapes, strict=True):
-                    yield FullTensor(name, chunk.kind.dtype, shape)
+            for stacks in of_ranks:
+                for names, shape in zip(stacks, shapes, strict=True):
+                    yield from (FullTensor(name, chunk.kind.dtype, shape) for name in names)
 
-    def _chunks(self, receivers: Receivers) -> Iterator[tuple[int, Named]]:
-        """Yield (index of the group, tensors of a chunk of it). Other ranks than receivers get no tensors."""
+    def _chunks(self, receivers: Receivers) -> Iterator[tuple[int, list[Stack]]]:
+        """Yield (index of the group, stacks of a chunk of it). Other ranks than receivers get no stacks."""
         chunks = ((number, chunk) for number, group in enumerate(self._groups) for chunk in group)
         present = None
         for number, chunk in chunks:
@@ -167,6 +176,7 @@ class SyncPlan:
         if present:
             yield present[0], self._finish(present[1], receivers)
 
+    @torch.no_grad()
     def _start(self, chunk: ShardChunk, receivers: Receivers) -> Arrival:
         """Start to send and to receive a chunk."""
         group: Any = dist.group.WORLD
@@ -176,7 +186,7 @@ class SyncPlan:
                 return Arrival(chunk)
             group = _tensor_group(chunk.kind)
             senders = dist.get_process_group_ranks(group)
-        values = [self._values[number]().detach() for number in chunk.numbers] if rank in senders else []
+        values = [self._values[number]() for number in chunk.numbers] if rank in senders else []
         only_first = receivers is Receivers.FIRST
         if senders == [rank] and (group.size() == 1 or (only_first and rank == 0)):
             return Arrival(chunk, values)
@@ -186,7 +196,7 @@ class SyncPlan:
         packed_RN = torch.empty(ranks, length, dtype=chunk.kind.dtype, device=torch.cuda.current_device())
         if values:
             own = 0 if ranks == 1 else senders.index(rank)
-            torch.cat([value.flatten() for value in values], out=packed_RN[own])
+            _pack(chunk, values, packed_RN[own])
         if not only_first:
             works = [dist.broadcast(packed_RN[n], sender, group, async_op=True) for n, sender in enumerate(senders)]
         elif rank:
@@ -196,40 +206,36 @@ class SyncPlan:
             works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, packed_RN[n], sender) for n, sender in others])
         return Arrival(chunk, (), packed_RN, works)
 
-    def _finish(self, arrival: Arrival, receivers: Receivers) -> Named:
+    @torch.no_grad()
+    def _finish(self, arrival: Arrival, receivers: Receivers) -> list[Stack]:
         """Return the full tensors of a chunk; an empty list on ranks that do not receive them."""
         chunk, packed_RN = arrival.chunk, arrival.packed_RN
         for work in arrival.works:
             work.wait()
+        parts: Iterable[Sequence[Tensor]]  # of each run, for each rank with parts of it, its parts, stacked
         if packed_RN is None or (receivers is Receivers.FIRST and dist.get_rank()):
-            runs = [([shard], [value[None]]) for shard, value in zip(chunk.shards, arrival.values, strict=False)]
-            return self._joined(runs, chunk.kind, receivers)
-        pieces = packed_RN.split([len(run) * run[0].shape.numel() for run in chunk.runs], 1)
-        parts = [
-            piece.view(-1, len(run), *run[0].shape).unbind() for run, piece in zip(chunk.runs, pieces, strict=True)
-        ]
-        return self._joined(zip(chunk.runs, parts, strict=True), chunk.kind, receivers)
-
-    def _joined(
-        self, runs: Iterable[tuple[Sequence[ParameterShard], Sequence[Tensor]]], kind: ShardKind, receivers: Receivers
-    ) -> Named:
-        """Return the full tensors of runs of shards.
-
-        `runs`: shards, and for each rank with parts of them, its parts, stacked.
-        """
-        ranks, first = tensor_rank(expert=kind.is_expert)[1], _first_expert_rank(kind, receivers)
-        found: Named = []
-        for run, parts in runs:
-            tensors = [
-                _join(run[0].slicing, parts[start : start + ranks], self._sizes)
-                for start in range(0, len(parts), ranks)
+            parts = [[_stacked(values)] for values in _by_run(chunk, arrival.values)] if arrival.values else []
+        else:
+            parts = [
+                piece_RN.view(-1, len(run), *run[0].shape).unbind()
+                for run, piece_RN in zip(chunk.runs, packed_RN.split(_lengths(chunk), 1), strict=True)
             ]
-            for number, shard in enumerate(run):
-                for expert_rank, names in enumerate(shard.names):
-                    here = 0 <= expert_rank - first < len(tensors)
-                    one = tensors[expert_rank - first][number] if here else [None] * len(names)
-                    found += zip(names, one, strict=True)
+        ranks, first = tensor_rank(expert=chunk.kind.is_expert)[1], _first_expert_rank(chunk.kind, receivers)
+        found: list[Stack] = []
+        for run, of_ranks, of_run in zip(chunk.runs, chunk.names, parts, strict=False):
+            joined = {
+                first + start // ranks: _join(run[0].slicing, of_run[start : start + ranks], self._sizes)
+                for start in range(0, len(of_run), ranks)
+            }
+            for expert_rank, names in enumerate(of_ranks):
+                found += zip(names, joined.get(expert_rank, [None] * len(names)), strict=True)
         return found
+
+
+def unstacked(stack: Stack) -> Iterator[tuple[str, Tensor | None]]:
+    """Return (name, tensor) of each tensor of a stack."""
+    names, tensors = stack
+    return zip(names, [None] * len(names) if tensors is None else tensors.unbind(), strict=True)
 
 
 def grouped(stages: Sequence[Sequence[ParameterShard]], ranks: int, expert_ranks: int) -> list[list[ShardChunk]]:
@@ -283,19 +289,44 @@ def _divided(kind: ShardKind, members: Sequence[tuple[int, ParameterShard]], ran
 
 def _chunk(kind: ShardKind, members: Sequence[tuple[int, ParameterShard]]) -> ShardChunk:
     runs = [list(run) for _, run in groupby((shard for _, shard in members), _join_of)]
-    return ShardChunk(kind, [number for number, _ in members], runs)
+    names = [
+        [list(zip(*(shard.names[rank] for shard in run), strict=True)) for rank in range(len(run[0].names))]
+        for run in runs
+    ]
+    return ShardChunk(kind, [number for number, _ in members], runs, names)
 
 
 def _join_of(shard: ParameterShard) -> tuple[TensorSlice, torch.Size]:
     return shard.slicing, shard.shape
 
 
-def _join(slicing: TensorSlice, parts: Sequence[Tensor], sizes: SliceSizes) -> list[Sequence[Tensor]]:
-    """Return the full tensors of each shard of a run. `parts`: for each rank, the stacked parts."""
+def _lengths(chunk: ShardChunk) -> list[int]:
+    """Return the number of values of each run on one rank."""
+    return [len(run) * run[0].shape.numel() for run in chunk.runs]
+
+
+def _by_run(chunk: ShardChunk, values: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Yield the values of each run of a chunk."""
+    left = iter(values)
+    return (list(islice(left, len(run))) for run in chunk.runs)
+
+
+def _pack(chunk: ShardChunk, values: Sequence[Tensor], packed_N: Tensor) -> None:
+    """Copy this rank's shards of a chunk into `packed_N`."""
+    for run, of_run, piece in zip(chunk.runs, _by_run(chunk, values), packed_N.split(_lengths(chunk)), strict=True):
+        torch.stack(of_run, out=piece.view(len(run), *run[0].shape))
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """Return the values stacked, in their own memory if there is only one."""
+    return values[0].detach()[None] if len(values) == 1 else torch.stack(list(values))
+
+
+def _join(slicing: TensorSlice, parts: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
+    """Return the full tensors of a run, stacked. `parts`: for each rank, the stacked parts."""
     if len(parts[0]) == 1:
-        return [slicing.join([part[0] for part in parts], sizes)]
-    joined = torch.vmap(lambda *shards: tuple(slicing.join(shards, sizes)))(*parts)
-    return list(zip(*(tensors.unbind() for tensors in joined), strict=True))
+        return [tensor[None] for tensor in slicing.join([part[0] for part in parts], sizes)]
+    return list(torch.vmap(lambda *shards: tuple(slicing.join(shards, sizes)))(*parts))
 
 
 def _place(*, is_expert: bool) -> tuple[int, int]:

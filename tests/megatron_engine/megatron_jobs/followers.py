@@ -18,7 +18,7 @@ from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, sync_plan, weight_buckets
 from roll_opd.megatron.follower import MegatronFollower
-from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan
+from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan, unstacked
 from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 
 FOLLOW_LAYOUTS = ("tp1", "tp2sp", "pp2", "dp2", "tp2pp2")
@@ -49,7 +49,7 @@ def check_plan(plan: SyncPlan, whole: Mapping[str, Tensor]) -> None:
         (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()
     ]
     held, groups = plan.held_names(), [[tensor.name for tensor in group] for group in plan.groups]
-    batches = [dict(batch) for batch in plan.batches(Receivers.STAGE)]
+    batches = [dict(pair for stack in batch for pair in unstacked(stack)) for batch in plan.batches(Receivers.STAGE)]
     assert [list(batch) for batch in batches] == [group for group in groups if held & set(group)]
     found = {name: tensor for batch in batches for name, tensor in batch.items() if tensor is not None}
     assert found.keys() == held and all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
