@@ -32,6 +32,7 @@ VOCAB = 8192
 CASES: dict[str, tuple[dict[str, int], dict[str, int]]] = {  # name -> sizes of the model, layout
     "mixture tp2 pp2": (MIXTURE, {"tp": 2, "pp": 2}),
     "mixture ep2 pp2": (MIXTURE, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+    "24 layers tp2 pp2": ({**MIXTURE, "layers": 24}, {"tp": 2, "pp": 2}),  # few enough for `--earlier`
     "dense tp2 pp2": (DENSE, {"tp": 2, "pp": 2}),
 }
 COLLECTIVES = ("gather", "broadcast", "send", "recv", "batch_isend_irecv", "all_gather_object")

@@ -6,6 +6,7 @@ started the engine, the plugin also patches vLLM, and makes vLLM's child process
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,21 @@ BACKENDS = {
     NCCL: ("roll_opd.weight_sync.cuda_receiver", "CheckedNcclEngine"),
 }
 DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
+
+
+def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> str:
+    """Return the weight-transfer backend for a student and engines on the given devices.
+
+    - CUDA IPC handles, if each device that an engine uses also has a student rank.
+    - Otherwise an NCCL broadcast from student rank 0, if no engine uses the device of this rank. NCCL does not support
+      two processes of one group on the same device.
+    - Otherwise, or without GPUs, shared memory.
+    """
+    if not on_gpu:
+        return SHARED_MEMORY
+    if set(engines) <= set(student):
+        return CUDA_IPC
+    return SHARED_MEMORY if student[0] in engines else NCCL
 
 
 def register() -> None:

@@ -96,7 +96,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
             await rollouts.settle()
             finished = rollouts.finished_groups()
             with clock.phase("weight_sync"):
-                await workers.send_weights(version=step)
+                metrics |= await workers.send_weights(version=step)
                 if not in_turns:
                     metrics |= await engine_check.after_update(samples, workers.sampler, step)
             if not in_turns:

@@ -82,8 +82,10 @@ class RunWorkers:
         """Counters of the updates in a step, one counter per trained role."""
         return [learner.updates for learner in (self.student, self.critic) if learner]
 
-    async def send_weights(self, version: int, *, updated: bool = True) -> None:
+    async def send_weights(self, version: int, *, updated: bool = True) -> dict[str, float]:
         """Send the student's weights to the inference engines, and to teachers that follow the student.
+
+        Returns the metric `system/weight_sync_bytes`.
 
         `version` is the version of these weights. If `updated` is False, teachers get no weights, because they started
         with the same weights.
@@ -91,9 +93,10 @@ class RunWorkers:
         await self.turns.enter(Phase.WEIGHT_SYNC)
         due = [follower for follower in self.followers if updated and follower.is_due(version)]
         assert self.sampler.sync
-        await self.sampler.sync.push(version, [follower.group for follower in due])
+        sent = await self.sampler.sync.push(version, [follower.group for follower in due])
         self.turns.engines_have_weights()
         await self._send_heads(due)
+        return {"system/weight_sync_bytes": sent}
 
     async def send_for_validation(self, version: int) -> None:
         """Send the student's weights to the engines that are reserved for validation, as version `version`."""

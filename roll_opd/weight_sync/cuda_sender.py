@@ -42,7 +42,7 @@ class CudaSender:
         """Connect this rank of the student to the engines.
 
         Args:
-            backend: CUDA IPC or NCCL (see `choose_backend`).
+            backend: CUDA IPC or NCCL (see `plugin.choose_backend`).
             engine: training engine of the student.
             plan: plan of the student's weights.
             engines: handles of the `RolloutWorker` actors.
@@ -52,6 +52,7 @@ class CudaSender:
         uses_ipc = backend == CUDA_IPC
         receivers = Receivers.ALL if uses_ipc else Receivers.FIRST
         source = StudentSource(engine, plan, DTYPES[DTYPE_NAMES[dtype]], receivers)
+        self._bytes = sum(map(nbytes, source.metadata()))
         self._engines = WeightSyncClient(engines, engine_ranks, source, sends_handles=uses_ipc)
         info: TrainerInitInfo
         if uses_ipc:
@@ -71,11 +72,15 @@ class CudaSender:
             )
         self._sender: Any = WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=source)
 
-    def send(self, version: int) -> None:
-        """Replace all weights of the engines. Collective. `version` is the number of the new weights."""
+    def send(self, version: int) -> int:
+        """Replace all weights of the engines. Collective. Return the bytes of the weights.
+
+        `version` is the number of the new weights.
+        """
         self._engines.version = version
         torch.accelerator.synchronize()  # the senders read the optimizer's results in other CUDA streams
         self._sender.send_weights()
+        return self._bytes
 
 
 class StudentSource(WeightSource):
@@ -186,6 +191,11 @@ def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[
     return {**init_info, **offset}
 
 
+def nbytes(meta: ParamMeta) -> int:
+    """Return the size of a weight in bytes."""
+    return math.prod(meta.shape) * meta.dtype.itemsize
+
+
 def buffer_size(metadata: Sequence[ParamMeta]) -> int:
     """Return the size of a buffer in bytes: `BUFFER_BYTES` or the size of the largest tensor, whichever is larger."""
-    return max(BUFFER_BYTES, *(math.prod(m.shape) * m.dtype.itemsize for m in metadata))
+    return max(BUFFER_BYTES, *map(nbytes, metadata))

@@ -1,7 +1,7 @@
 """Send the student's weights to the inference engines, and to followers (teachers that are updated from the student).
 
-`choose_backend` chooses one of three transports. The choice depends on the devices of the student and the engines. The
-driver only coordinates the transfer, so the weights never pass through the driver.
+`plugin.choose_backend` chooses one of three transports. The choice depends on the devices of the student and the
+engines. The driver only coordinates the transfer, so the weights never pass through the driver.
 """
 
 import asyncio
@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY
+from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.workers.group import ActorGroup
 
 
 class WeightSync(Protocol):
     """Interface of a transport of the student's weights."""
 
-    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
+    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> int:
         """Load the student's weights into all engines and into all `followers`. The receivers verify the weights.
+
+        Returns how many bytes the student sent; what goes to several receivers counts once.
 
         Args:
             version: version number of the weights.
@@ -27,28 +29,13 @@ class WeightSync(Protocol):
         ...
 
 
-def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> str:
-    """Return the weight-transfer backend for a student and engines on the given devices.
-
-    - CUDA IPC handles, if each device that an engine uses also has a student rank.
-    - Otherwise an NCCL broadcast from student rank 0, if no engine uses the device of this rank. NCCL does not support
-      two processes of one group on the same device.
-    - Otherwise, or without GPUs, shared memory.
-    """
-    if not on_gpu:
-        return SHARED_MEMORY
-    if set(engines) <= set(student):
-        return CUDA_IPC
-    return SHARED_MEMORY if student[0] in engines else NCCL
-
-
 def make_weight_sync(
     backend: str, student: ActorGroup, engines: ActorGroup, dtype: str, tp: int, *, adapter: bool = False
 ) -> WeightSync:
     """Return the transport for a backend.
 
     Args:
-        backend: result of `choose_backend`; shared memory for an adapter.
+        backend: result of `plugin.choose_backend`; shared memory for an adapter.
         student: actors of the student.
         engines: actors of the inference engines.
         dtype: dtype of the weights in the engines.
@@ -72,13 +59,14 @@ class SharedMemorySync:
     dtype: str
     adapter: bool = False
 
-    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
+    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> int:
         """See `WeightSync.push`. Followers always get whole weights."""
         begin = partial(self.engines.call, "begin_update", version)
         together = [] if self.adapter else followers
-        await stream(self.student, [self.engines, *together], self.dtype, version, begin, adapter=self.adapter)
+        sent = await stream(self.student, [self.engines, *together], self.dtype, version, begin, adapter=self.adapter)
         if followers and self.adapter:
-            await stream(self.student, followers, self.dtype, version)
+            sent += await stream(self.student, followers, self.dtype, version)
+        return sent
 
 
 @dataclass(frozen=True)
@@ -91,11 +79,12 @@ class CudaSync:
     backend: str
     tp: int
 
-    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
+    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> int:
         """See `WeightSync.push`. Followers receive the weights through shared memory."""
-        await self.student.call("send_weights", self.backend, self.engines.actors, self.tp, self.dtype, version)
-        if followers:
-            await stream(self.student, followers, self.dtype, version)
+        sent: list[int] = await self.student.call(
+            "send_weights", self.backend, self.engines.actors, self.tp, self.dtype, version
+        )
+        return sent[0] + (await stream(self.student, followers, self.dtype, version) if followers else 0)
 
 
 @dataclass(frozen=True)
@@ -135,8 +124,8 @@ async def stream(
     begin: Callable[[], Awaitable[Any]] | None = None,
     *,
     adapter: bool = False,
-) -> None:
-    """Send all weights, or only the adapter, to `receivers` in buckets through shared memory.
+) -> int:
+    """Send all weights, or only the adapter, to `receivers` in buckets through shared memory. Return their bytes.
 
     Rank 0 of the student writes two memories in turn, or a single memory if no receiver runs on its host. Receivers on
     other hosts get the buckets through Ray's object store. `begin` is called while the first bucket is written.
@@ -145,7 +134,8 @@ async def stream(
     sends = not all(host.is_senders for host in hosts)
     memories = 2 if any(host.is_senders for host in hosts) else 1
 
-    async def send_from_rank_0() -> None:
+    async def send_from_rank_0() -> int:
+        sent = 0
         (bucket, last), _ = await asyncio.gather(
             student.ask(0, "export_weights", dtype, memories, adapter=adapter), begin() if begin else asyncio.sleep(0)
         )
@@ -153,6 +143,7 @@ async def stream(
             content = await student.ask(0, "share_bucket") if sends else []
             following = None if last else asyncio.ensure_future(student.ask(0, "next_bucket"))
             bucket["version"] = version
+            sent += bucket["size"]
             try:
                 await asyncio.gather(*[host.load(bucket, content, last=last) for host in hosts])
             except BaseException:
@@ -165,11 +156,13 @@ async def stream(
             bucket, last = await following
         elsewhere = [host.call_first("release_bucket") for host in hosts if not host.is_senders]
         await asyncio.gather(student.ask(0, "end_export"), *elsewhere)
+        return sent
 
     others = range(1, len(student.actors))
-    await asyncio.gather(
+    sent, *_ = await asyncio.gather(
         send_from_rank_0(), *[student.ask(rank, "export_weights", dtype, 0, adapter=adapter) for rank in others]
     )
+    return sent
 
 
 async def hosts_of(student: ActorGroup, receivers: Sequence[ActorGroup]) -> list[ReceivingHost]:

@@ -288,13 +288,14 @@ class TrainWorker(TrainableRank, BucketWriter):
     @needs(WEIGHTS)
     def send_weights(
         self, backend: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
-    ) -> None:
-        """Send all weights to `engines` from GPU to GPU (see `cuda_sender.CudaSender`)."""
+    ) -> int:
+        """Send all weights to `engines` from GPU to GPU (see `cuda_sender.CudaSender`). Return their bytes."""
         if self._sender is None:
             from roll_opd.weight_sync.cuda_sender import CudaSender
 
             self._sender = CudaSender(backend, self._engine, self._planned(), engines, engine_ranks, dtype)
-        self._sender.send(version)
+        sent: int = self._sender.send(version)
+        return sent
 
     @needs(WEIGHTS)
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str, *, adapter: bool) -> Written:

@@ -13,10 +13,10 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from roll_opd.cluster.forkserver.lean_ray import lean
-from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY
+from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY, choose_backend
 from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
 from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
-from roll_opd.weight_sync.send_weights import choose_backend, stream
+from roll_opd.weight_sync.send_weights import stream
 from roll_opd.workers.group import ActorGroup
 
 ELSEWHERE = "elsewhere"  # what the second node offers

@@ -1,11 +1,13 @@
 """Models whose weights follow a student's."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import megatron_data as data
 import megatron_layouts as layouts
+import pytest
 import torch
 import torch.distributed as dist
 from megatron_ranks import Job, identical, meet_anew, weights, write_arrays
@@ -56,6 +58,28 @@ def check_plan(plan: SyncPlan, whole: Mapping[str, Tensor]) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, held)
     assert set().union(*everyone) == whole.keys()
+    kinds = sum(len({(tensor.dtype, ".experts." in tensor.name) for tensor in group}) for group in plan.groups)
+    for receivers, most in ((Receivers.FIRST, kinds), (Receivers.ALL, kinds * dist.get_world_size())):
+        calls = collectives(lambda receivers=receivers: list(plan.stacks(receivers)))
+        assert calls.total() <= most and calls.keys() <= {"broadcast", "batch_isend_irecv"}, calls
+
+
+def collectives(way: Callable[[], Any]) -> Counter[str]:
+    """Return how often this rank calls which function that communicates."""
+    calls: Counter[str] = Counter()
+    names = ("gather", "all_gather", "all_reduce", "send", "recv", "scatter", "barrier")
+    names += ("broadcast", "batch_isend_irecv", "all_gather_into_tensor", "all_gather_object", "broadcast_object_list")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            original = getattr(dist, name)
+
+            def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
+                calls[name] += 1
+                return original(*args, **kwargs)
+
+            patch.setattr(dist, name, counted)
+        way()
+    return calls
 
 
 def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
