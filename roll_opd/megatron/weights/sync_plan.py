@@ -314,7 +314,7 @@ def _by_run(chunk: ShardChunk, values: Sequence[Tensor]) -> Iterator[Sequence[Te
 def _pack(chunk: ShardChunk, values: Sequence[Tensor], packed_N: Tensor) -> None:
     """Copy this rank's shards of a chunk into `packed_N`."""
     for run, of_run, piece in zip(chunk.runs, _by_run(chunk, values), packed_N.split(_lengths(chunk)), strict=True):
-        torch.stack(of_run, out=piece.view(len(run), *run[0].shape))
+        torch.stack(list(of_run), out=piece.view(len(run), *run[0].shape))
 
 
 def _stacked(values: Sequence[Tensor]) -> Tensor:
