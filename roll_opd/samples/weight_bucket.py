@@ -61,8 +61,9 @@ def checksums(rows: torch.Tensor) -> torch.Tensor:
     """Return the checksum of the bits of each row, i64 [...], for rows [..., values].
 
     A checksum is the sum of a row's words, each times an odd number of its place, modulo 2^64. So one word that differs
-    always changes it, and other differences change it but for a chance of about 2^-32. The rows of many tensors take a
-    few operations together. A word has 64 bits, or those of one value if the row's size is no multiple of 64 bits.
+    always changes it, and the chance that another difference leaves it unchanged is about 2^-32. The rows of many
+    tensors take a few operations together. A word has 64 bits, or as many as a value if the row's size is no multiple
+    of 64 bits.
     """
     values = torch.int16 if rows.itemsize == 2 else torch.int32
     words = rows.contiguous().view(values if rows.shape[-1] * rows.itemsize % 8 else torch.int64)
@@ -182,7 +183,7 @@ class BucketMemory:
 
 
 def _stride(tensors: torch.Tensor) -> int:
-    """Return the bytes of a tensor of a stack in a bucket, with those that align the next one."""
+    """Return the bytes of a tensor of a stack in a bucket, with the padding that aligns the next one."""
     return -(-tensors[0].nbytes // ALIGNMENT) * ALIGNMENT
 
 

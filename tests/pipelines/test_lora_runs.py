@@ -55,6 +55,41 @@ def logprobs(model: PreTrainedModel | PeftModel, row: dict) -> np.ndarray:
     return np.array([float(table[place - 1, tokens[place]]) for place in range(row["prompt_length"], len(tokens))])
 
 
+def distances(run: Run) -> tuple[float, float]:
+    """Return the largest distances of the trainer's and of the engines' log-probs from those of peft, in step 2."""
+    base = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, run.path / "checkpoints/step_1/adapter")
+    found = np.zeros(2)
+    for row in run.rows("samples.jsonl"):
+        if row["step"] == STEPS:
+            wanted = logprobs(adapted, row)
+            pair = (np.abs(np.array(row[of]) - wanted).max() for of in ("student_logprobs", "rollout_logprobs"))
+            found = np.maximum(found, list(pair))
+    return found[0], found[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    [
+        (2, "{tensor_model_parallel_size: 2}"),
+        (3, "{pipeline_model_parallel_size: 3}"),
+        (4, "{tensor_model_parallel_size: 2, context_parallel_size: 2}"),
+    ],
+)
+def test_trainer_and_engines_agree_with_peft_in_layouts(tmp_path: Path, devices: int, layout: str) -> None:
+    """As far as engines with whole weights do (`test_layout_runs.py`); the update sends only the adapter."""
+    on = f"[{','.join(map(str, range(devices)))}]"
+    where = (f"num_gpus_per_node={devices}", f"actor_train.device_mapping={on}", f"reference.device_mapping={on}")
+    split = (f"{role}.strategy_args.strategy_config={layout}" for role in ("actor_train", "reference"))
+    run = run_of(tmp_path / "output", *where, *split)
+    trainer, engines = distances(run)
+    assert trainer <= 2e-5 and engines <= 1e-4, (trainer, engines)
+    adapter = load_file(run.path / "checkpoints/step_1/adapter/adapter_model.safetensors")
+    padded = sum(-(-tensor.nbytes // 64) * 64 for tensor in adapter.values())
+    assert [row["system/weight_sync_bytes"] for row in run.rows("metrics.jsonl")[1:]] == [padded] * STEPS
+
+
 def test_the_base_is_the_reference_and_the_engines_have_the_adapter(whole: Run) -> None:
     """Log-probs of the second step, after an update: of the base, and of base and adapter together."""
     base = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
