@@ -28,6 +28,7 @@ EXAMPLES = {
     ),
     "demo": Example("each way of training, with the same small models", "onpolicy_distill.yaml"),
     "games": Example("FrozenLake and Sokoban, with a teacher, a reward, or both", "frozen_lake.yaml"),
+    "cards": Example("one GPU of 24 GB, with or without LoRA; a node of 8; 64 GPUs", "card_24gb.yaml"),
     "qwen3-8B-onpolicy-distill-megatron": Example(
         "Qwen3-8B from Qwen3-32B, or from two teachers, on 16 GPUs", "onpolicy_distill_config.yaml"
     ),

@@ -188,7 +188,7 @@ def test_each_example_becomes_a_project(tmp_path: Path, monkeypatch: pytest.Monk
         texts = [file.read_text(encoding="utf-8") for file in there.rglob("*.yaml")]
         assert not any(path in text for text in texts for path in (f": examples/{name}", "- examples/"))
         if not (there / "models").exists():
-            assert (there / example.config).is_file() and name.startswith("qwen3")
+            assert (there / example.config).is_file() and name.startswith(("qwen3", "cards"))
             continue
         monkeypatch.chdir(there)
         plan = load_plan(".", example.config)
