@@ -105,7 +105,7 @@ QUESTIONS: dict[str, Question] = {
         "an engine in FP8, and with an FP8 cache: tokens per second and mismatch",
         GENERATION,
         "--variants fp8 fp8_kv",
-        f"{SMALL_ENGINES} --dtype bf16 --variants fp8 fp8_kv",
+        f"{SMALL_ENGINES} --variants fp8 fp8_kv",
         ENGINES,
     ),
     "card24-full": Question(
@@ -180,8 +180,8 @@ QUESTIONS: dict[str, Question] = {
     "speculation": Question(
         "n-gram speculation, answers that repeat themselves",
         GENERATION,
-        "--variants graphs ngram --repeats --temperature 0.2",
-        f"{SMALL_ENGINES} --variants eager ngram --repeats --temperature 0.2",
+        "--variants graphs ngram --repeats --temperature 0.02",
+        f"{SMALL_ENGINES} --variants eager ngram --repeats --temperature 0.02",
         (*ENGINES, "variants.*.accepted", "variants.*.drafted"),
     ),
     "loop-2k": Question(
