@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from roll_opd.samples.weight_bucket import BUCKET_BYTES
 APART = ("student_train.device_mapping=[0]", "student_infer.device_mapping=[1]")
 SECONDS_BETWEEN_LOOKS = 0.02
 STORE = "object store"
+SHARED = Path("/dev/shm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,11 +77,16 @@ async def measure(plan: RunPlan, times: int) -> dict[str, Any]:
     workers = await start_workers(
         replace(plan, teachers=()), Placement(plan.num_nodes, plan.devices_per_node, deterministic=plan.deterministic)
     )
-    seconds = []
+    seconds, sent = [], 0.0
+    resting: dict[str, int] = {}
     for version in range(1, times + 2):
         began = time.perf_counter()
-        await workers.send_weights(version)
+        [sent] = (await workers.send_weights(version)).values()
         seconds.append(time.perf_counter() - began)
+        if version == 1 + times // 10:  # caches are full
+            resting, files = resident(), set(SHARED.iterdir())
+    kept = {role: size - resting.get(role, 0) for role, size in resident().items()}
+    left = len(set(SHARED.iterdir()) - files)
     growth: dict[str, int] = {}
     together = []
     for version in range(times + 2, 2 * times + 2):
@@ -90,12 +97,24 @@ async def measure(plan: RunPlan, times: int) -> dict[str, Any]:
     model = 4 * read_model(Path(plan.student.model.path)).parameters
     return {
         "model_bytes": model,
+        "sent_bytes": sent,
         "bucket_bytes": BUCKET_BYTES,
+        "kept_bytes": kept,  # after the timed transfers, since the first tenth of them
+        "new_shared_files": left,
         "seconds": seconds[1:],  # the first transfer includes set-up
-        "gigabytes_a_second": model / median(seconds[1:]) / 1e9,
+        "gigabytes_a_second": sent / median(seconds[1:]) / 1e9,
         "growth_bytes": growth,
         "together_bytes": max(together),
     }
+
+
+def resident() -> dict[str, int]:
+    """Return the resident memory of the processes of each role in bytes."""
+    memory, found = PeakMemory(), Counter[str]()
+    memory.look(os.getpid())
+    for pid, role in memory.roles().items():
+        found[role] += kilobytes(f"/proc/{pid}/status", "VmRSS:")
+    return dict(found)
 
 
 async def watched(workers: RunWorkers, version: int) -> tuple[dict[str, int], int]:
@@ -142,11 +161,15 @@ def kilobytes(path: str, name: str) -> int:
 def table(found: Mapping[str, Any]) -> str:
     """Return the figures as text."""
     mib = {role: f"{size / 2**20:.0f}" for role, size in found["growth_bytes"].items()}
+    kept = found["kept_bytes"]
     bound = (2 * found["bucket_bytes"] + found["model_bytes"]) / 2**20
     return (
-        f"model of {found['model_bytes'] / 1e6:.0f} MB, buckets of {found['bucket_bytes'] / 2**20:.0f} MiB\n"
+        f"model of {found['model_bytes'] / 1e6:.0f} MB, {found['sent_bytes'] / 1e6:.2f} MB sent,"
+        f" buckets of {found['bucket_bytes'] / 2**20:.0f} MiB\n"
         f"seconds: median {median(found['seconds']):.3f}, {min(found['seconds']):.3f} to {max(found['seconds']):.3f}\n"
         f"{found['gigabytes_a_second']:.2f} GB/s\n"
+        f"memory kept in MiB, by role: {', '.join(f'{role} {size / 2**20:.1f}' for role, size in kept.items())};"
+        f" new files in {SHARED}: {found['new_shared_files']}\n"
         f"growth in MiB at the most, by process: {', '.join(f'{role} {size}' for role, size in mib.items())}\n"
         f"growth of all together: {found['together_bytes'] / 2**20:.0f} MiB; two buckets and the model are {bound:.0f}"
     )

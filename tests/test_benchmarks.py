@@ -47,7 +47,10 @@ def test_memory_of_a_transfer_is_reported_with_its_bound(monkeypatch: pytest.Mon
     assert weight_sync.kilobytes(str(tmp_path / "status"), "VmHWM:") == 2 * 2**20
     found = {
         "model_bytes": 300 * 2**20,
+        "sent_bytes": 300 * 2**20,
         "bucket_bytes": 64 * 2**20,
+        "kept_bytes": {"student": 3 * 2**19},
+        "new_shared_files": 0,
         "seconds": [0.2, 0.3, 0.4],
         "gigabytes_a_second": 1,
     }
@@ -55,6 +58,7 @@ def test_memory_of_a_transfer_is_reported_with_its_bound(monkeypatch: pytest.Mon
     assert (
         "median 0.300" in reported
         and "student 130" in reported
+        and "student 1.5; new files in /dev/shm: 0" in reported
         and "140 MiB; two buckets and the model are 428" in reported
     )
     for name in ("weight_sync", "process_memory", "models", "pipeline_run"):
