@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_opd.base.user_modules import module_variables
+from roll_opd.cluster.losses import Losses
 from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.cluster.runtime import SLOT
 from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
@@ -50,6 +51,7 @@ class Placement:
         *,
         deterministic: bool = True,
         addresses: Sequence[str] = (),
+        losses: Losses | None = None,
     ) -> None:
         """Reserve the devices: GPUs if the cluster has GPUs, otherwise slots.
 
@@ -57,11 +59,12 @@ class Placement:
 
         Args:
             addresses: the addresses of the run's hosts, in order of rank. Empty if the run has not started Ray on them.
+            losses: limit and record of the processes that are lost on these devices.
             deterministic: every process gets the CPU threads of one device. If false, the processes of a role share all
                 cores of a node without GPUs. The number of threads, and so the order of sums, then depends on the
                 layout.
         """
-        self.starting = starting or StartupProgress()
+        self.starting, self.losses = starting or StartupProgress(), losses or Losses()
         self._per_node, self._deterministic = devices_per_node, deterministic
         self.on_gpu = on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._resource = "GPU" if on_gpu else SLOT

@@ -24,14 +24,14 @@ class ClusterError(RuntimeError):
 
 
 class ProcessDied(ClusterError):
-    """A process of a role has ended. The message includes the process, its device and, if known, the cause.
+    """A process of a role has ended. The message includes the process, its device and, if known, the cause."""
 
-    `why` is the message if the cause is that a process of Ray has ended, which ends the processes of all roles.
-    """
 
-    def __init__(self, who: str, error: ray.exceptions.RayError, why: str | None = None) -> None:
-        is_actors = isinstance(error, ray.exceptions.RayActorError)
-        super().__init__(why or f"{who} has died: {_detail(error) if is_actors else 'its engine core has ended'}")
+def process_died(who: str, error: ray.exceptions.RayError, last_words: str = "") -> ProcessDied:
+    """Return the error for a process that has ended. `last_words` is the cause that it has stated itself, if any."""
+    cause = getattr(error, "cause", None)
+    detail = _detail(error) if cause is None else str(cause) or "its engine core has ended"
+    return ProcessDied(f"{who} has died: {last_words or detail}")
 
 
 class StartupProgress:
@@ -141,6 +141,8 @@ def exit_detail(text: str) -> str:
 
     The text also has a list of general causes, which is left out.
     """
+    if "temporarily unavailable" in text:  # Ray starts the process again, and does not say why it has ended
+        return "its process has ended unexpectedly"
     detail = re.search(r"Worker exit detail: (.*)", text, re.DOTALL)
     return _lines(re.split(r" There are some potential| Some common causes", detail[1] if detail else text)[0])
 

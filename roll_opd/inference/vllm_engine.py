@@ -83,6 +83,7 @@ class InferenceEngine:
         self._exclusive = asyncio.Lock()  # held by weight updates and, with `deterministic`, by batches
         self._broken: str | None = None
         self._incoming = 0  # version of the running update
+        self._is_updating = False  # between `begin_update` and `finish_update`
         self._sleep_state = SleepState(llm)
         self._drafts = (0, 0)  # proposed and accepted tokens of finished requests
 
@@ -255,16 +256,17 @@ class InferenceEngine:
 
         Waiting requests run with the new weights. The prefix cache is emptied, so requests that are made after the
         update read no prefix of older weights. If the update fails, all three methods raise WeightUpdateError, and the
-        engine is then unusable.
+        engine is then unusable. An update whose sender was lost is replaced by the next one.
         """
-        await self._exclusive.acquire()
+        if not self._is_updating:
+            await self._exclusive.acquire()
         try:
             self._check_usable()
             self._sleep_state.check_update()
         except Exception:
             self._exclusive.release()
             raise
-        self._incoming = version
+        self._incoming, self._is_updating = version, True
         with self._breaking():
             await self._pause(PAUSES[self._on_update])
             if self._new_update:
@@ -297,6 +299,7 @@ class InferenceEngine:
             self._sleep_state.lacks_weights = False
             if not self._sleep_state.released:  # else the last `wake_up` resumes
                 await self._llm.resume_generation()
+        self._is_updating = False
         self._exclusive.release()
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
@@ -319,6 +322,7 @@ class InferenceEngine:
         except BaseException as error:  # includes cancellation
             if isinstance(error, WeightUpdateError) or self._broken:  # already handled in this update
                 raise
+            self._is_updating = False
             self._exclusive.release()
             self._broken = f"update to weights version {self._incoming} failed: {error or type(error).__name__}"
             if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
@@ -367,6 +371,19 @@ class InferenceEngine:
         assert entries is not None
         return token_logprobs(tokens[1:], entries[1:])
 
+    async def check_alive(self) -> None:
+        """Return after the engine core has answered. Raises RuntimeError if it has ended."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._llm is None:
+            return
+        try:
+            await self._llm.is_sleeping()
+        except EngineDeadError as error:
+            if self._llm is None:  # it was closed meanwhile
+                return
+            raise RuntimeError("its engine core has ended") from error
+
     async def close(self, *, collect: bool = True) -> None:
         """Stop the engine core and wait until it has ended. A second call has no effect.
 
@@ -376,8 +393,9 @@ class InferenceEngine:
         if self._llm is None:
             return
         self._broken = "it is closed"
-        self._llm.shutdown(0.0 if self._is_one_process and not collect else None)
-        self._llm = None
+        llm, self._llm = self._llm, None
+        llm.shutdown(0.0 if self._is_one_process and not collect else None)
+        del llm
         if not (collect or self._is_one_process):
             unlink_shared_memory()
         if collect:  # otherwise garbage collection at exit prints an error

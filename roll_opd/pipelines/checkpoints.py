@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.failures import full_disk
 from roll_opd.base.paths import content
+from roll_opd.cluster.startup_progress import ProcessDied
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.pipelines.settings_history import History
@@ -132,8 +133,7 @@ class Checkpoints:
         self._run, self._plan, self._last_step, self._began = run, plan, last_step, began
         self._history = history
         self._pending: _Pending | None = None
-        for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # left by a save that was killed
-            shutil.rmtree(leftover)
+        self.forget()  # a save that was killed
 
     @property
     def directory(self) -> RunDirectory:
@@ -144,6 +144,12 @@ class Checkpoints:
         """Return (step, path) of the newest complete checkpoint, or None if no checkpoint is complete."""
         found = complete(self._run.path)[:1]
         return (int(found[0].name.removeprefix("step_")), found[0]) if found else None
+
+    def forget(self) -> None:
+        """Remove the partial checkpoint, if there is one."""
+        self._pending = None
+        for leftover in self._run.checkpoints.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def due(self, step: int) -> bool:
         """Return whether to save after `step`."""
@@ -246,6 +252,9 @@ class Checkpoints:
         """
         try:
             yield
+        except ProcessDied:
+            self.forget()
+            raise
         except Exception as error:
             self._pending = None
             # free space before the partial files are removed

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 
 from roll_opd.config.plan import RunPlan
@@ -72,8 +72,13 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
     preflight = _preflight(run, workers)
     engine_check = EngineCheck(plan, workers.student, run.logger.engine_preflight, ends_run=plan.engine_check is True)
     await publish(run.steps_done)
-    async with aclosing(rollouts.batches()) as batches, aclosing(concurrent) if concurrent else nullcontext():
-        async for batch in batches:
+    async with AsyncExitStack() as ends:
+        if workflow_pool:
+            ends.push_async_callback(workflow_pool.end)
+        if concurrent:
+            await ends.enter_async_context(aclosing(concurrent))
+        produced = await ends.enter_async_context(aclosing(rollouts.batches()))
+        async for batch in workers.attending(produced, lambda: rollouts.gate.version):
             step = batch.version + 1
             samples = await _with_model_values(
                 batch.samples, plan, workers, clock, preflight, engine_check, batch.version
@@ -93,7 +98,7 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
                 release(samples)
             samples = with_total_advantages(samples, plan.teachers, plan.objective)
             engine_check.after(metrics, step)
-            await rollouts.settle()
+            await workers.sampler.served(rollouts.settle())
             finished = rollouts.finished_groups()
             with clock.phase("weight_sync"):
                 metrics |= await workers.send_weights(version=step)
@@ -117,8 +122,6 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
             gc.collect()  # between two steps, after the samples of the earlier step have been released
             if in_turns and step < plan.max_steps:
                 await publish(step)
-    if workflow_pool:
-        await workflow_pool.end()
 
 
 def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
@@ -199,7 +202,7 @@ def _restored(run: Run) -> list[FinishedGroup]:
 async def _validate(run: Run, workers: RunWorkers, workflow: Workflow, step: int) -> dict[str, float]:
     """Return the validation metrics of the student after `step`."""
     await workers.begin_generation(step)
-    return await validation_runs.measure(
+    measuring = validation_runs.measure(
         run,
         workers.reward_pools,
         workers.sampler,
@@ -208,6 +211,7 @@ async def _validate(run: Run, workers: RunWorkers, workflow: Workflow, step: int
         workflow=workflow,
         turns=workers.turns,
     )
+    return await workers.attended(measuring, step)
 
 
 def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:

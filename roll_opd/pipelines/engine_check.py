@@ -145,6 +145,8 @@ class EngineCheck:
             for probe, own, found in zip(probes, of_student, of_engines, strict=True)
             for values in found
         ]
+        if not apart:  # every engine has been lost, and the next step compares
+            return {}
         evidence = EngineEvidence.of_differences(np.concatenate(apart))
         self._act(self._differences(evidence), f"the log-probs after the update to version {version}")
         return compared_metrics(evidence)

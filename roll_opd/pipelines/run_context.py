@@ -1,9 +1,9 @@
 """`Run`: the plan, data, records and checkpoints of one run, for its pipeline."""
 
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Run:
     resumed: Checkpoint | None  # None for a new run
     history: History  # settings of the run's steps
     ending: Ending
+    first_state: Mapping[str, Any] = field(default_factory=dict)  # of the prompt source at the start of the run
 
     @property
     def clock(self) -> PhaseClock:
@@ -66,7 +67,7 @@ class Run:
 
     async def log_start(self, validate: Validate) -> None:
         """Validate and log the student before the first step of a new run."""
-        if self.resumed:
+        if self.resumed or self.logger.is_begun:
             self.logger.restart()
         else:
             with self.clock.phase("validate"):
@@ -74,6 +75,18 @@ class Run:
             self.logger.start(metrics)
         self.logger.startup_parts |= self.placement.starting.parts
         self.ending.is_training = True  # from here on, a checkpoint is worth writing
+
+    def rewound(self) -> "Run":
+        """Return this run at its newest checkpoint, or at its start if it has none.
+
+        The records of later steps are removed, and the prompts are drawn again.
+        """
+        newest = self.checkpoints.newest()
+        resumed = Checkpoint.read(newest[1]) if newest else self.resumed
+        self.checkpoints.forget()
+        self.source.load_state_dict(dict(resumed.source_state if resumed else self.first_state))
+        self.logger.rewind(resumed.step if resumed else 0)
+        return replace(self, resumed=resumed)
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
         """Return validation metrics every `eval_steps` steps and after the last step.

@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.entry_points import entries
 from roll_opd.base.terminal import warn
+from roll_opd.cluster.losses import Loss
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import TaskSource
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.objective.external_advantages import token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
-from roll_opd.pipelines.run_facts import note_end
+from roll_opd.pipelines.run_facts import note_end, write_facts
 from roll_opd.pipelines.run_hooks import RunHooks
 from roll_opd.pipelines.sample_texts import (
     as_f32,
@@ -39,6 +40,7 @@ from roll_opd.tracking.ledger import Ledger
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     LEDGER,
+    LOSSES,
     PROMPTS,
     SAMPLES,
     SKIPPED_SAMPLES,
@@ -99,19 +101,46 @@ class RunLogger:
         self._plan, self._run, self._trackers, self.tokenizer = plan, run, trackers, tokenizer
         self._other_tokenizers = {t.name: load_tokenizer(t.tokenizer) for t in plan.teachers if t.tokenizer}
         self._source, self._tee, self._history = source, tee, history
-        self._ledger, self._hooks = Ledger(run), RunHooks(plan, run)
         self._flops = TrainingFlops(plan.student, plan.objective.ppo_epochs)
-        self._console = Console(plan.max_steps, frozen=_word_for_scorers(plan))
         self._has_failed_prompts = False
         self._teachers: dict[str, Mapping[str, float]] = {}
         self._startup: dict[str, float] = {}
-        earlier = read_jsonl(self._run.metrics_file) if done else []
-        for metrics in earlier:
+        self._read_earlier()
+        # duration of each part of the start-up, s
+        self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}
+
+    def _read_earlier(self) -> None:
+        """Continue the records of the steps that are in the run directory."""
+        self._ledger, self._hooks = Ledger(self._run), RunHooks(self._plan, self._run)
+        self._console = Console(self._plan.max_steps, frozen=_word_for_scorers(self._plan))
+        for metrics in read_jsonl(self._run.metrics_file) if self._done else []:
             self._console.with_grading(metrics)
             if metrics["step"]:
                 self._hooks.after_step(metrics)
-        # duration of each part of the start-up, s
-        self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the state before the first step was logged, by this process or by the run that it resumes."""
+        return self._run.metrics_file.exists()
+
+    @property
+    def steps_done(self) -> int:
+        """Number of logged steps."""
+        return self._done
+
+    def rewind(self, step: int) -> None:
+        """Remove the records of all steps after `step`, and continue after it."""
+        facts = self._run.read_facts()
+        RunDirectory.resume(self._run.path, step)
+        self._trackers.reopen(step)
+        self._done = step
+        self._read_earlier()
+        write_facts(self._run, facts)
+
+    def loss(self, loss: Loss) -> None:
+        """Warn of the loss of processes, and record it."""
+        warn(f"{loss.why}; {loss.remedy} ({loss.seconds:.1f} s)")
+        self._run.append_jsonl(LOSSES, [{"after_step": self._done, "time": time.time(), **asdict(loss)}])
 
     def note(self, text: str) -> None:
         """Print a line."""

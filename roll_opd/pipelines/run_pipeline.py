@@ -5,6 +5,7 @@ module of `RunPlan.pipeline`.
 """
 
 import asyncio
+import copy
 import gc
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from roll_opd.base.command_line import write_run_directory
 from roll_opd.base.failures import ConfigError, DiskFull, RunError, SkippedUpdates, full_disk, os_sentence
 from roll_opd.cluster import runtime
+from roll_opd.cluster.losses import Losses
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import watchdog
@@ -24,6 +26,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
 from roll_opd.pipelines.check_user_code import loop_of
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
+from roll_opd.pipelines.revival import Revival
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
@@ -88,7 +91,7 @@ def _run(
         with (
             ending.before_the_loop(),
             runtime.ray_cluster(plan.devices_per_node, starting, hosts, logs),
-            watched(ending.lose),
+            watched(ending.lose, plan.hang_timeout_s, logger.note),
         ):
             ending.start_up_is_over()
             if hosts:
@@ -100,11 +103,21 @@ def _run(
                 starting,
                 deterministic=plan.deterministic,
                 addresses=hosts.addresses if hosts else (),
+                losses=Losses(plan.max_lost_workers, logger.loss),
             )
             if plan.num_nodes > 1:
                 logger.note(f"Devices: {devices_text(devices.hosts())}")
             opened = Run(
-                plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, inputs.history, ending
+                plan,
+                devices,
+                inputs.source,
+                inputs.held_out,
+                logger,
+                checkpoints,
+                resumed,
+                inputs.history,
+                ending,
+                first_state=copy.deepcopy(inputs.source.state_dict()),
             )
             live = tee.show_live if tee.is_live else None
             watching = watchdog(
@@ -160,8 +173,9 @@ def devices_text(devices: Mapping[str, Sequence[int]]) -> str:
 
 async def _trained(train: Callable[[Run, RunWorkers], Awaitable[None]], run: Run) -> None:
     with run.ending.of_the_loop():
+        revival = Revival(run)
         workers = await begin(run)
-        await train(run, workers)
+        await revival.trained(train, workers)
         await workers.end()
 
 

@@ -1,9 +1,10 @@
 """`RunWorkers`: the roles of a run, and operations on several roles."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,14 +17,17 @@ from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scoring import Scorers, Teacher, check_targets
 from roll_opd.tracking.console import Count
 from roll_opd.tracking.summary import LEARNED_TOKENS
-from roll_opd.weight_sync.send_weights import stream
+from roll_opd.weight_sync.send_weights import receivers_of, stream
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic
 from roll_opd.workers.model_worker import ACTOR_METRICS
+from roll_opd.workers.renewal import attended, started_again
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.student import Student
 from roll_opd.workers.worker_progress import Writing
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,29 @@ class RunWorkers:
         await self._send_heads(due)
         return {"system/weight_sync_bytes": sent}
 
+    async def attended(self, work: Awaitable[T], version: int) -> T:
+        """Return the result of `work`; meanwhile, send the weights to engines that replace lost ones.
+
+        The student must be idle, or only read. `version` is the version of its weights.
+        """
+
+        async def send() -> None:
+            sync = self.sampler.sync
+            if sync and sync.lacking():
+                async with self.student.group.without_batches():
+                    await sync.push(version, only_lacking=True)
+
+        return await attended(work, self.sampler.returned, send)
+
+    async def attending(self, items: AsyncGenerator[T, None], version: Callable[[], int]) -> AsyncGenerator[T, None]:
+        """Yield the items; while one is awaited, do as `attended`. `version` returns the version of the weights."""
+        while True:
+            try:
+                item = await self.attended(anext(items), version())
+            except StopAsyncIteration:
+                return
+            yield item
+
     async def send_for_validation(self, version: int) -> None:
         """Send the student's weights to the engines that are reserved for validation, as version `version`."""
         assert self.validation_sampler and self.validation_sampler.sync
@@ -133,7 +160,8 @@ class RunWorkers:
         if live := [follower for follower in self.followers if follower.plan.is_live]:
             await self.turns.enter(Phase.WEIGHT_SYNC)
             dtype = self.student.plan.model.dtype
-            await stream(self.student.group, [follower.group for follower in live], dtype, version=0)
+            receivers = receivers_of([follower.group for follower in live])
+            await stream(self.student.group, receivers, dtype, version=0)
         await self._send_heads(self.followers)
 
     async def _send_heads(self, followers: Sequence[Follower]) -> None:
@@ -152,6 +180,27 @@ class RunWorkers:
         assert isinstance(teacher.scorer, MegatronScorer)
         cap = read_model(Path(teacher.scorer.group.plan.model.path)).logit_cap
         await self.student.load_teacher_head(teacher.plan.name, await teacher.scorer.output_head(), cap)
+
+    async def start_again(self) -> None:
+        """Start the models that are trained or follow the student again, and all roles that share devices.
+
+        Their state is then that of the start of the run.
+        """
+        every = [role.group for role in (self.student, self.critic) if role]
+        every += [follower.group for follower in self.followers]
+        models = [*(teacher.scorer for teacher in self.scorers.teachers), self.scorers.reference]
+        others = [one.group for one in models if isinstance(one, MegatronScorer)]
+        every += [group for group in others if self.turns.takes_turns(group.plan.name)]
+        engines = [] if self.sampler.survives_losses else [self.sampler.engines]
+        groups = {group.actors: group for group in reversed([*every, *engines])}  # a model may have several views
+        self.turns.forget()
+        await started_again([handle for actors in groups for handle in actors])
+        for group in reversed(groups.values()):  # one after another, since one that starts needs its devices for itself
+            await group.set_up_again()
+        objective = self.scorers.targets_for
+        if objective and objective.opd_objective == "full":
+            for teacher in self.scorers.teachers:
+                await self._load_head(teacher)
 
     async def end(self) -> None:
         """End all processes."""

@@ -35,6 +35,7 @@ NO_SETTINGS = frozenset({
     *("output_dir", "logging_dir", "exp_name", "resume_from_checkpoint", "track_with", "tracker_kwargs"),
     *("logging_steps", "logged_samples_per_step", "device_memory_gb", "max_restarts", "max_lost_workers"),
     *("startup_timeout_s", "server_timeout_s", "shutdown_timeout_s", "host_timeout_s", "stall_timeout_s"),
+    "hang_timeout_s",
     "min_batch_fraction",
 })  # fmt: skip
 SHOWN = 12  # maximum number of changes in the console line of a resumed run

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic, CriticWorker
 from roll_opd.workers.group import ActorGroup, WorkerGroup
 from roll_opd.workers.model_worker import FollowingWorker, LogprobWorker
+from roll_opd.workers.renewal import Renewal
 from roll_opd.workers.reward_pool import RewardPool, RewardWorker
 from roll_opd.workers.sampler import RolloutWorker, Sampler
 from roll_opd.workers.student import Student, TrainWorker
@@ -80,14 +82,25 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
     await asyncio.gather(*starting, checks, *_setups(plan, placement, turns, *learners, *own.values()))
     followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
     workers = RunWorkers(student, Sampler(ActorGroup([])), Scorers(teachers, reference), critic, followers, turns)
+    for worker in _served(plan):
+        if not (isinstance(worker, FollowingPlan) or turns.takes_turns(worker.name)):
+            own[worker.name].replace_lost(placement.losses, **_setup_arguments(plan))
     if rollout:
-        engines = starting[0].result().engines
-        parts = engines.split(plan.training_engines) if plan.validation_engines else (engines,)
+        started = starting[0].result()
+        parts = started.engines.split(plan.training_engines) if plan.validation_engines else (started.engines,)
         dtype, tp = rollout.model.dtype, rollout.tp
         sampler, *reserved = (
-            Sampler(one, make_weight_sync(kind, student.group, one, dtype, tp, adapter=has_adapter))
+            replace(
+                started,
+                engines=one,
+                sync=make_weight_sync(kind, student.group, one, dtype, tp, adapter=has_adapter),
+                returned=asyncio.Event(),
+            )
             for one, kind in zip(parts, (backend, SHARED_MEMORY), strict=False)
         )
+        for each in (sampler, *reserved):
+            for renewal in each.engines.renewals:
+                renewal.done = each.returned.set
         workers = replace(workers, sampler=sampler, validation_sampler=reserved[0] if reserved else None)
     return await workers.for_objective(plan.objective)
 
@@ -120,19 +133,27 @@ async def start_sampler(
         # the engine core is a separate process that must end when a run is killed
         written = {**_environment(plan), **rollout.env}
         env = {**written, "ROLL_OPD_DIE_WITH_PARENT": "1", **forkserver_start.variables(ENGINES, written)}
-        actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
+        options = placement.options(devices, rollout.devices, env)
+        actors.append(actor_class.options(max_restarts=-1, **options).remote())  # see `workers.renewal`
     engines = turns.join(rollout.name, ActorGroup(actors, names))
+    kinds, sleeps = backends or [SHARED_MEMORY] * rollout.engines, turns.takes_turns(rollout.name)
 
-    async def setup() -> None:
+    async def setup(engine: int) -> None:
+        given = (rollout, plan.seed, plan.deterministic, kinds[engine])
+        await engines.ask(engine, "setup", *given, sleeps=sleeps, awaits_weights=bool(backends))
+
+    async def setup_all() -> None:
         async with turns.starting(rollout.name):
-            sleeps = turns.takes_turns(rollout.name)
-            given = (rollout, plan.seed, plan.deterministic)
-            kinds = backends or [SHARED_MEMORY] * rollout.engines
-            setups = (engines.ask(n, "setup", *given, kind, sleeps=sleeps) for n, kind in enumerate(kinds))
-            await asyncio.gather(*setups)
+            await asyncio.gather(*map(setup, range(rollout.engines)))
 
-    await placement.starting.of(f"{rollout.name} (vLLM)", setup())
-    return Sampler(engines)
+    await placement.starting.of(f"{rollout.name} (vLLM)", setup_all())
+    engines.set_up_again = setup_all
+    if not sleeps:
+        engines.renewals = tuple(
+            Renewal(rollout.name, name.removesuffix(","), [handle], partial(setup, number), placement.losses)
+            for number, (handle, name) in enumerate(zip(actors, names, strict=True))
+        )
+    return Sampler(engines, survives_losses=not sleeps, repeats_batches=plan.deterministic)
 
 
 @asynccontextmanager
@@ -315,9 +336,15 @@ def _setups(
 ) -> list[Coroutine[Any, Any, Any]]:
     async def setup(group: WorkerGroup) -> None:
         async with turns.starting(group.plan.name):
-            await group.setup(seed=plan.seed, deterministic=plan.deterministic, async_save=plan.checkpoint.async_save)
+            await group.setup(**_setup_arguments(plan))
 
+    for group in groups:
+        group.set_up_again = partial(setup, group)
     return [placement.starting.of(f"{group.plan.name} (Megatron)", setup(group)) for group in groups]
+
+
+def _setup_arguments(plan: RunPlan) -> dict[str, Any]:
+    return {"seed": plan.seed, "deterministic": plan.deterministic, "async_save": plan.checkpoint.async_save}
 
 
 def _environment(plan: RunPlan) -> dict[str, str]:

@@ -255,7 +255,8 @@ class ConcurrentValidation:
         run, workers, step = self._run, self._workers, running.step
         with run.clock.phase("validate"):
             with WAITS.of("the learner", f"the validation after step {step}"):
-                metrics, answers, seconds = await running.measuring
+                assert workers.validation_sampler
+                metrics, answers, seconds = await workers.validation_sampler.served(running.measuring)
             check_versions(answers, step)
             await log_answers(run, answers, step, readers=workers.scorers, turns=workers.turns)
         self._running = None

@@ -74,7 +74,7 @@ def _empty() -> FrozenDict:
 class TargetRef:
     """A reference to a teacher's targets for one sample.
 
-    The arrays of the targets are in the object store of the rank that computed them.
+    The arrays of the targets are in the object store of the host that computed them.
 
     For top-k targets, the arrays are:
     - `topk_ids`: int32 [T-P, K].

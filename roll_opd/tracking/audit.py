@@ -13,7 +13,7 @@ from roll_opd.tracking.audit_checks import CHECKS, EPOCH, unchecked
 from roll_opd.tracking.audit_facts import Facts
 from roll_opd.tracking.audit_records import Evidence, LedgerRow, read
 from roll_opd.tracking.ledger import FATES
-from roll_opd.tracking.run_directory import LEDGER, METRICS, PROMPTS
+from roll_opd.tracking.run_directory import LEDGER, LOSSES, METRICS, PROMPTS, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ def examine(run: Path, drawn_ids: Callable[[Evidence, int], list[str] | str] | N
     counts["in flight before the last draw"] = facts.holes
     if ages := [row.step - 1 - oldest for row in rows for oldest, _ in row.versions]:
         counts["largest age"] = max(ages)
+    if losses := read_jsonl(run / LOSSES):
+        counts["lost processes"] = len(losses)
     damaged = [sentence for sentences in found.damaged.values() for sentence in sentences]
     return Audit(counts, errors, damaged, [check.what for check in made], [*found.cut, *unchecked(facts)])
 

@@ -226,6 +226,7 @@ class Trackers:
         self._run, self._trackers, self._timeouts = run, dict(trackers), timeouts
         self._jsonl_failed = False
         self._kept: list[tuple[int, Mapping[str, float]]] | None = None  # rows between `hold` and `release`
+        self._again: Callable[..., Trackers]  # opens the same trackers
 
     @classmethod
     def open(
@@ -257,7 +258,14 @@ class Trackers:
         deadline = time.monotonic() + timeouts.opening
         for tracker in trackers.values():
             tracker.ready(max(0.0, deadline - time.monotonic()))
-        return cls(run, trackers, timeouts)
+        made = cls(run, trackers, timeouts)
+        made._again = partial(cls.open, tuple(names), run, args=args, timeouts=timeouts)
+        return made
+
+    def reopen(self, step: int) -> None:
+        """Close all trackers, and open them again as those of a run that resumes after `step`."""
+        self.close()
+        self._trackers, self._kept = self._again(resume_step=step)._trackers, None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -5,10 +5,12 @@ copies each bucket into the memory of that host.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import ray
 
+from roll_opd.cluster.losses import NotSetUp
 from roll_opd.models.device_phases import NOTHING, WEIGHTS, needs
 from roll_opd.samples.weight_bucket import BucketMemory, Description
 
@@ -22,6 +24,12 @@ class BucketHost:
     """
 
     _held: BucketMemory | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise NotSetUp for the engine of a process that Ray has started again."""
+        if name == "_engine":
+            raise NotSetUp("its process has ended unexpectedly, and was started again")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
     @needs(NOTHING)
     def host(self) -> str:

@@ -5,11 +5,13 @@ engines. The driver only coordinates the transfer, so the weights never pass thr
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import ray
+
+from roll_opd.cluster.startup_progress import ProcessDied, process_died
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.workers.group import ActorGroup
 
@@ -17,15 +19,22 @@ from roll_opd.workers.group import ActorGroup
 class WeightSync(Protocol):
     """Interface of a transport of the student's weights."""
 
-    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> int:
+    async def push(self, version: int, followers: Sequence[ActorGroup] = (), *, only_lacking: bool = False) -> int:
         """Load the student's weights into all engines and into all `followers`. The receivers verify the weights.
+
+        An engine that is lost meanwhile is left out.
 
         Returns how many bytes the student sent; what goes to several receivers counts once.
 
         Args:
             version: version number of the weights.
             followers: teachers that are updated from the student.
+            only_lacking: only into the engines that lack weights.
         """
+        ...
+
+    def lacking(self) -> list[int]:
+        """Return the engines that run, but were replaced since they received weights."""
         ...
 
 
@@ -47,51 +56,116 @@ def make_weight_sync(
     return CudaSync(student, engines, dtype, backend, tp)
 
 
-@dataclass(frozen=True)
-class SharedMemorySync:
+@dataclass
+class EngineSync:
+    """Base class of transports: the engines, and which of them have received weights in their present life."""
+
+    student: ActorGroup
+    engines: ActorGroup
+    dtype: str
+    _received: dict[int, int] = field(default_factory=dict, init=False)  # engine -> its life
+
+    def lacking(self) -> list[int]:
+        """See `WeightSync.lacking`."""
+        up = [number for number in range(len(self.engines.actors)) if self.engines.is_up(number)]
+        return [number for number in up if self._received.get(number) != self.engines.life(number)]
+
+    def _receivers(self, *, only_lacking: bool) -> list["Receiver"]:
+        numbers = self.lacking() if only_lacking else range(len(self.engines.actors))
+        every = [Receiver(self.engines, number, self.engines.life(number)) for number in numbers]
+        return [one for one in every if one.is_there]
+
+    def _note(self, receivers: Sequence["Receiver"]) -> None:
+        self._received |= {one.number: one.life for one in receivers if one.is_there}
+
+
+@dataclass
+class SharedMemorySync(EngineSync):
     """Transport that sends the weights in buckets through shared memory.
 
     The sender writes the next bucket while the receivers load the previous one.
     """
 
-    student: ActorGroup
-    engines: ActorGroup
-    dtype: str
     adapter: bool = False
 
-    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> int:
+    async def push(self, version: int, followers: Sequence[ActorGroup] = (), *, only_lacking: bool = False) -> int:
         """See `WeightSync.push`. Followers always get whole weights."""
-        begin = partial(self.engines.call, "begin_update", version)
+        engines = self._receivers(only_lacking=only_lacking)
         together = [] if self.adapter else followers
-        sent = await stream(self.student, [self.engines, *together], self.dtype, version, begin, adapter=self.adapter)
+        sent = await stream(
+            self.student, [*engines, *receivers_of(together)], self.dtype, version, engines, adapter=self.adapter
+        )
+        self._note(engines)
         if followers and self.adapter:
-            sent += await stream(self.student, followers, self.dtype, version)
+            sent += await stream(self.student, receivers_of(followers), self.dtype, version)
         return sent
 
 
-@dataclass(frozen=True)
-class CudaSync:
-    """Transport from GPU to GPU with vLLM's senders, through IPC handles or an NCCL broadcast."""
+@dataclass
+class CudaSync(EngineSync):
+    """Transport from GPU to GPU with vLLM's senders, through IPC handles or an NCCL broadcast.
 
-    student: ActorGroup
-    engines: ActorGroup
-    dtype: str
+    The sender connects again when engines have been replaced. A loss during a transfer ends it for all engines.
+    """
+
     backend: str
     tp: int
+    _connected: list["Receiver"] = field(default_factory=list, init=False)
 
-    async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> int:
+    async def push(self, version: int, followers: Sequence[ActorGroup] = (), *, only_lacking: bool = False) -> int:
         """See `WeightSync.push`. Followers receive the weights through shared memory."""
-        sent: list[int] = await self.student.call(
-            "send_weights", self.backend, self.engines.actors, self.tp, self.dtype, version
-        )
-        return sent[0] + (await stream(self.student, followers, self.dtype, version) if followers else 0)
+        engines, sent = self._receivers(only_lacking=False), 0
+        if engines:
+            actors = [self.engines.actors[one.number] for one in engines]
+            is_new = engines != self._connected
+            try:
+                given = self.backend, actors, self.tp, self.dtype, version, is_new
+                sent = (await self.student.call("send_weights", *given))[0]
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ray.exceptions.RayActorError):
+                    raise process_died("an inference engine", error.cause) from error
+                raise
+        self._connected = engines
+        self._note(engines)
+        return sent + (await stream(self.student, receivers_of(followers), self.dtype, version) if followers else 0)
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """An actor that receives weights, in one of its lives."""
+
+    group: ActorGroup
+    number: int
+    life: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the actor still has this life."""
+        return self.group.is_up(self.number) and self.group.life(self.number) == self.life
+
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method. Return None for an engine that is lost, and let it be replaced."""
+        if not self.is_there:
+            return None
+        try:
+            return await self.group.ask(self.number, method, *args, **kwargs)
+        except ProcessDied as died:
+            if not self.group.renewals:
+                raise
+            self.group.replace_actor(self.number, self.life, str(died))
+            return None
+
+
+def receivers_of(groups: Sequence[ActorGroup]) -> list[Receiver]:
+    """Return all actors of some groups as receivers."""
+    return [Receiver(group, number, group.life(number)) for group in groups for number in range(len(group.actors))]
 
 
 @dataclass(frozen=True)
 class ReceivingHost:
     """The weight-receiving actors on one Ray node."""
 
-    receivers: tuple[tuple[ActorGroup, int], ...]  # (group, index of an actor in the group)
+    receivers: tuple[Receiver, ...]
     is_senders: bool  # the sending rank runs on this host
 
     async def load(self, bucket: dict[str, Any], content: list[Any], *, last: bool) -> None:
@@ -106,38 +180,40 @@ class ReceivingHost:
         """
         if not self.is_senders:
             bucket = await self.call_first("hold_bucket", content, bucket)
-        await asyncio.gather(
-            *[group.ask(number, "load_weights", bucket, last=last) for group, number in self.receivers]
-        )
+        await asyncio.gather(*[one.ask("load_weights", bucket, last=last) for one in self.receivers])
 
     async def call_first(self, method: str, *args: Any) -> Any:
         """Call a method of the first receiver on this host. This receiver holds the copies of the buckets."""
-        group, number = self.receivers[0]
-        return await group.ask(number, method, *args)
+        first = self.receivers[0]  # its loss ends the transfer, because the copies are lost too
+        return await first.group.ask(first.number, method, *args)
 
 
 async def stream(
     student: ActorGroup,
-    receivers: Sequence[ActorGroup],
+    receivers: Sequence[Receiver],
     dtype: str,
     version: int,
-    begin: Callable[[], Awaitable[Any]] | None = None,
+    engines: Sequence[Receiver] = (),
     *,
     adapter: bool = False,
 ) -> int:
     """Send all weights, or only the adapter, to `receivers` in buckets through shared memory. Return their bytes.
 
     Rank 0 of the student writes two memories in turn, or a single memory if no receiver runs on its host. Receivers on
-    other hosts get the buckets through Ray's object store. `begin` is called while the first bucket is written.
+    other hosts get the buckets through Ray's object store. `engines` are those receivers on which `begin_update` is
+    called while the first bucket is written.
     """
     hosts = await hosts_of(student, receivers)
+    if not hosts:
+        return 0
     sends = not all(host.is_senders for host in hosts)
     memories = 2 if any(host.is_senders for host in hosts) else 1
 
     async def send_from_rank_0() -> int:
         sent = 0
-        (bucket, last), _ = await asyncio.gather(
-            student.ask(0, "export_weights", dtype, memories, adapter=adapter), begin() if begin else asyncio.sleep(0)
+        (bucket, last), *_ = await asyncio.gather(
+            student.ask(0, "export_weights", dtype, memories, adapter=adapter),
+            *[engine.ask("begin_update", version) for engine in engines],
         )
         while True:
             content = await student.ask(0, "share_bucket") if sends else []
@@ -165,11 +241,11 @@ async def stream(
     return sent
 
 
-async def hosts_of(student: ActorGroup, receivers: Sequence[ActorGroup]) -> list[ReceivingHost]:
+async def hosts_of(student: ActorGroup, receivers: Sequence[Receiver]) -> list[ReceivingHost]:
     """Return all hosts with receivers. Each host lists the receivers that run on it."""
-    home = (await student.hosts())[0]
-    found: dict[str, list[tuple[ActorGroup, int]]] = {}
-    for group in receivers:
-        for number, host in enumerate(await group.hosts()):
-            found.setdefault(host, []).append((group, number))
-    return [ReceivingHost(tuple(members), host == home) for host, members in found.items()]
+    home, *places = await asyncio.gather(student.ask(0, "host"), *[one.ask("host") for one in receivers])
+    found: dict[str, list[Receiver]] = {}
+    for one, place in zip(receivers, places, strict=True):
+        if place is not None:
+            found.setdefault(place, []).append(one)
+    return [ReceivingHost(tuple(members), place == home) for place, members in found.items()]

@@ -49,6 +49,11 @@ class DeviceScheduler:
         """Record that all engines have weights."""
         self._state = self._machine.sent(self._state)
 
+    def forget(self) -> None:
+        """Record that no member has started, because all of them start again."""
+        self._state = State()
+        self._at_work.clear()
+
     def takes_turns(self, name: str) -> bool:
         """Return whether a role takes turns with other roles on its devices."""
         return name in self._machine.members
@@ -129,6 +134,9 @@ class DeviceScheduler:
         except PhaseError as error:
             raise RunError(str(error)) from error
         moving = asyncio.ensure_future(self._carry_out(wanted, state))
+        moving.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # raised below, unless the caller was cancelled
         try:
             await asyncio.shield(moving)
         except asyncio.CancelledError:

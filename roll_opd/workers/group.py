@@ -4,38 +4,45 @@
 views change how the actors are called: `in_turn` waits for the turn of the role, and `without_adapter` disables the
 LoRA adapters of a student.
 
-Roles use groups without importing Ray. A call to a dead process fails. But the next call to a teacher may come minutes
-after the teacher has died, and Ray needs a minute to notice a dead GCS. `watched` therefore polls for dead actors and
-dead Ray processes.
+Roles use groups without importing Ray. A call to a process that was lost fails, unless the group has a `Renewal`: the
+ranks of a frozen model are then started again, and the call is repeated.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import ray
 
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
+from roll_opd.cluster.losses import Losses
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import WAITS
-from roll_opd.cluster.startup_progress import ProcessDied
+from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, process_died
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.models.device_phases import Kind, declare
 from roll_opd.samples.micro_batches import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.transport import Compact
-from roll_opd.workers.liveness import NAMES_OF_ACTORS, ended_of_ray, is_death
+from roll_opd.workers.liveness import LIVES, UNKNOWN, Life, ended_of_ray, is_death, last_words, starts_of
+from roll_opd.workers.renewal import MAX_DEATHS, POLL_S, Renewal
+from roll_opd.workers.target_refs import bundles_of, references
 
+T = TypeVar("T")
 Reference = ray.ObjectRef  # reference to a value in the object store, fetched on first use
 
 Turn = Callable[[str], AbstractAsyncContextManager[None]]  # from a method's name to the context of its calls
 
-DEATH_GRACE_S = 3.0  # seconds from a lost connection to a dead process until Ray reports the death
+DEATH_GRACE_S = 12.0  # seconds from a lost connection to a dead process until Ray reports the death
+LOST_PEER = re.compile("connection|peer|gloo|nccl|timed out", re.IGNORECASE)  # in errors of collectives
 
 
 def actor(kind: Kind) -> Callable[[type], Any]:
@@ -57,6 +64,8 @@ class ActorGroup:
 
     _turn: Turn = staticmethod(_at_once)
     _has_adapter = True
+    renewals: tuple[Renewal, ...] = ()  # of each actor; empty if lost processes are not replaced
+    set_up_again: Callable[[], Awaitable[None]]  # as at the start of the run, after all processes have started again
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
         """Create a group. `names` are the names of the actors in messages.
@@ -65,8 +74,7 @@ class ActorGroup:
         instead.
         """
         self.actors, self.names = tuple(actors), tuple(names)
-        self._hosts: list[str] = []
-        NAMES_OF_ACTORS.update(zip(self.actors, self.names, strict=False))
+        LIVES.update({actor: Life(name) for actor, name in zip(self.actors, self.names, strict=False)})
 
     def in_turn(self, turn: Turn) -> Self:
         """Return the same actors. Each call of a method is made in the context `turn(method)`."""
@@ -83,16 +91,25 @@ class ActorGroup:
         group._has_adapter = False
         return group
 
-    async def hosts(self) -> list[str]:
-        """Return the Ray node id of each actor, as returned by the actor's method `host`."""
-        self._hosts = self._hosts or await self.call("host")
-        return self._hosts
+    def is_up(self, actor: int) -> bool:
+        """Whether an actor is not being replaced, as far as this process knows."""
+        return not self.renewals or self.renewals[actor].is_up
+
+    def life(self, actor: int) -> int:
+        """Return the number of times that an actor was replaced."""
+        return self.renewals[actor].life if self.renewals else 0
+
+    def replace_actor(self, actor: int, life: int, why: str) -> None:
+        """Start to replace an actor that was lost in its given life, unless another process does this."""
+        if self.renewals and self.renewals[actor].life == life:
+            self.renewals[actor].begin(why)
 
     def split(self, place: int) -> tuple[Self, Self]:
         """Return two groups: the actors before index `place`, and the other actors."""
         first, second = copy(self), copy(self)
         for group, part in (first, slice(place)), (second, slice(place, None)):
-            group.actors, group.names, group._hosts = self.actors[part], self.names[part], []
+            group.actors, group.names = self.actors[part], self.names[part]
+            group.renewals = self.renewals[part]
         return first, second
 
     async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -109,10 +126,18 @@ class ActorGroup:
         Raises:
             ProcessDied: if an actor has died.
         """
-        async with self._turn(method):
-            shared = [_shared(value) for value in args]
-            named = {name: _shared(value) for name, value in kwargs.items()}
-            return await self._answers([self._send(each, method, *shared, **named) for each in self.actors], method)
+
+        async def call() -> list[Any]:
+            async with self._turn(method):
+                shared = [_shared(value) for value in args]
+                named = {name: _shared(value) for name, value in kwargs.items()}
+                return await self._answers([self._send(each, method, *shared, **named) for each in self.actors], method)
+
+        return await self._repeated(call)
+
+    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of a call of all actors."""
+        return await call()
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """Call the generator method `method` of one actor; yield its items.
@@ -132,11 +157,15 @@ class ActorGroup:
                 if not ended:
                     ray.cancel(remote)
 
-    def _send(self, actor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` on an actor; return a reference to its result."""
-        if self._has_adapter:
-            return getattr(actor, method).remote(*args, **kwargs)
-        return actor._without_adapter.remote(method, *args, **kwargs)
+    def _send(self, actor: Any, method: str, *args: Any, objects: int = 0, **kwargs: Any) -> Any:
+        """Call `method` on an actor; return a reference to its result.
+
+        If the method returns `objects` after its first result, return the list of all references.
+        """
+        called = getattr(actor, method if self._has_adapter else "_without_adapter")
+        if objects:
+            called = called.options(num_returns=1 + objects)
+        return called.remote(*args, **kwargs) if self._has_adapter else called.remote(method, *args, **kwargs)
 
     def _waiting(self, actor: int, method: str) -> AbstractContextManager[None]:
         """Record that the driver waits for `method` of the actor, while the block runs.
@@ -147,14 +176,30 @@ class ActorGroup:
 
     async def _answers(self, called: Sequence[Any], method: str = "") -> list[Any]:
         answers = [asyncio.ensure_future(self._answer(*each, method)) for each in enumerate(called)]
+        for answer in answers:  # only the first error is raised
+            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             return await asyncio.gather(*answers)
-        except ray.exceptions.RayError:
-            await asyncio.wait(answers, timeout=DEATH_GRACE_S)
+        except ray.exceptions.RayError as error:
+            # of a rank whose peer has ended; Ray may report the end later than the connection is lost
+            patience = DEATH_GRACE_S if LOST_PEER.search(str(error)) else DEATH_GRACE_S / 4
+            if died := await self._death_in(answers, patience):
+                raise died from error
+            raise
+
+    async def _death_in(self, answers: Sequence["asyncio.Future[Any]"], patience: float) -> ProcessDied | None:
+        """Return the error of an actor that has died, if one is known within `patience` seconds."""
+        until = time.monotonic() + patience
+        while True:
+            _, running = await asyncio.wait(answers, timeout=POLL_S)
             ended = (answer.exception() for answer in answers if answer.done() and not answer.cancelled())
             if died := next((error for error in ended if isinstance(error, ProcessDied)), None):
-                raise died from died.__cause__
-            raise
+                return died
+            for actor, (state, restarts, _) in (await asyncio.to_thread(starts_of, list(self.actors))).items():
+                if actor in LIVES and (state == "DEAD" or restarts > LIVES[actor].restarts):
+                    return ProcessDied(f"{LIVES[actor].name} has died: {last_words(actor) or UNKNOWN}")
+            if not running or time.monotonic() > until:
+                return None
 
     async def _answer(self, actor: int, coming: Any, method: str = "") -> Any:
         try:
@@ -163,15 +208,52 @@ class ActorGroup:
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
             if not (self.names and is_death(error)):
                 raise
-            raise ProcessDied(self.names[actor], error, ended_of_ray()) from error
+            if of_ray := ended_of_ray():  # it ends the processes of all roles
+                raise ClusterError(of_ray) from error
+            raise process_died(self.names[actor], error, last_words(self.actors[actor])) from error
 
     def end(self) -> None:
         """Kill all actors. They are killed without a request to exit, because an exit takes seconds."""
         if not self._has_adapter:
             return
         for actor in self.actors:
-            NAMES_OF_ACTORS.pop(actor, None)
+            LIVES.pop(actor, None)
             ray.kill(actor)
+
+
+class Batches:
+    """Lets either batches or an exclusive block run on the ranks of a group."""
+
+    def __init__(self) -> None:
+        self._running, self._is_exclusive, self._changed = 0, False, asyncio.Condition()
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Run a batch inside the block, in parallel with others."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_exclusive)
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            await self._notify()
+
+    @asynccontextmanager
+    async def none(self) -> AsyncIterator[None]:
+        """Run no batch inside the block."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not (self._running or self._is_exclusive))
+            self._is_exclusive = True
+        try:
+            yield
+        finally:
+            self._is_exclusive = False
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
 
 class WorkerGroup(ActorGroup):
@@ -184,6 +266,7 @@ class WorkerGroup(ActorGroup):
             actor: Ray actor class of the ranks.
         """
         self.plan = plan
+        self._batches = Batches()
         self._setups: list[tuple[int, Packing]] = []  # (data-parallel rank, packing rules) of each actor, after `setup`
         ranks = []
         env = {**env, **plan.env}
@@ -191,7 +274,7 @@ class WorkerGroup(ActorGroup):
         for rank, device in enumerate(plan.devices):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(len(plan.devices)), "LOCAL_RANK": "0"}
             options = placement.options((device,), plan.devices, {**env, **variables})
-            ranks.append(actor.options(**options).remote())
+            ranks.append(actor.options(max_restarts=-1, **options).remote())  # see `workers.renewal`
         where = [f"{plan.name}, rank {rank} ({placement.where(device)})," for rank, device in enumerate(plan.devices)]
         super().__init__(ranks, where)
 
@@ -201,28 +284,72 @@ class WorkerGroup(ActorGroup):
         Rank 0 provides the address of the rendezvous.
         """
         address, port = await self.actors[0].address.remote()
-        self._setups += await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
+        self._setups[:] = await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
 
     @property
     def packing(self) -> Packing:
         """Packing rules of the engine. They are known after `setup`."""
         return self._setups[0][1]
 
-    async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
+    async def scatter(
+        self, method: str, sharded: ShardedBatch, *args: Any, objects: Sequence[int] = (), **kwargs: Any
+    ) -> list[tuple[int, Any]]:
         """Call `method` on every rank; return (data-parallel rank, result) for each rank.
 
         A rank gets the shard of its data-parallel rank, followed by `args`. Each shard is put into the object store
         once. Errors are raised as in `call`.
+
+        Args:
+            objects: number of objects, for each data-parallel rank, that the method returns after its first result. The
+                result of a rank is then the pair of its first result and references to these objects. The driver owns
+                the objects, so they outlive the rank.
         """
-        async with self._turn(method):
-            references = [ray.put(shard) for shard in sharded.shards]
-            ranks = [rank for rank, _ in self._setups]
-            calls = [
-                self._send(each, method, references[rank], *args, **kwargs)
-                for rank, each in zip(ranks, self.actors, strict=True)
-            ]
-            del references  # an object is freed after the last call that reads it
-            return list(zip(ranks, await self._answers(calls, method), strict=True))
+
+        async def call() -> list[tuple[int, Any]]:
+            async with self._batches.one(), self._turn(method):
+                references = [ray.put(shard) for shard in sharded.shards]
+                ranks = [rank for rank, _ in self._setups]
+                calls = [
+                    self._send(each, method, references[rank], *args, objects=objects[rank] if objects else 0, **kwargs)
+                    for rank, each in zip(ranks, self.actors, strict=True)
+                ]
+                del references  # an object is freed after the last call that reads it
+                if not objects:
+                    return list(zip(ranks, await self._answers(calls, method), strict=True))
+                answers = await self._answers([first for first, *_ in calls], method)
+                return [
+                    (rank, (answer, others)) for rank, answer, (_, *others) in zip(ranks, answers, calls, strict=True)
+                ]
+
+        return await self._repeated(call)
+
+    def without_batches(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which no batch is scattered. It begins when the results of earlier batches are there."""
+        return self._batches.none()
+
+    def replace_lost(self, losses: Losses, **arguments: Any) -> None:
+        """From now on, start all ranks again after the loss of one of them, and repeat the calls that failed.
+
+        Only a frozen model may be started again, because its ranks have no state. `arguments` are those of `setup`.
+        """
+        bare = copy(self)  # calls of this group are not repeated
+        what = f"{self.plan.name} (Megatron)"
+        renewal = Renewal(self.plan.name, what, [*self.actors], partial(bare.setup, **arguments), losses)
+        self.renewals = (renewal,) * len(self.actors)
+
+    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        if not self.renewals:
+            return await call()
+        renewal = self.renewals[0]
+        for _ in range(MAX_DEATHS - 1):
+            if not renewal.is_up:
+                await renewal.since(renewal.life, "")
+            life = renewal.life
+            try:
+                return await call()
+            except ProcessDied as died:
+                await renewal.since(life, str(died))
+        return await call()
 
 
 async def gathered(group: WorkerGroup, method: str, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[Any]:
@@ -246,16 +373,20 @@ async def gathered_and_held(
 ) -> list[tuple[np.ndarray, TargetRef]]:
     """Return (log-probs, reference to the targets) for each sample.
 
-    The log-probs are f32 [T-P]. The targets are not sent to the driver. They stay with the ranks.
+    The log-probs are f32 [T-P]. The targets are not sent to the driver. They stay on the hosts of the ranks.
 
     Args:
         held: references to stored targets that the ranks read, one dict per sample.
     """
     sharded = _sharded(group, samples, held)
-    answers = [
-        (rank, answer) for rank, answer in await group.scatter("hold_targets", sharded, temperature, **wanted) if answer
-    ]
-    small, kept = (sharded.merged((rank, answer[part]) for rank, answer in answers) for part in (0, 1))
+    lengths = [[samples[n].response_length if n >= 0 else 0 for n in numbers] for numbers in sharded.numbers]
+    bundles = [bundles_of(each) for each in lengths]
+    answers = await group.scatter("hold_targets", sharded, temperature, objects=[*map(len, bundles)], **wanted)
+    answers = [(rank, answer) for rank, answer in answers if answer[0]]
+    small = sharded.merged((rank, values) for rank, ((values, _), _) in answers)
+    kept = sharded.merged(
+        (rank, references(bundles[rank], columns, objects)) for rank, ((_, columns), objects) in answers
+    )
     return [(small[n][0], replace(kept[n], hits=small[n][1])) for n in range(len(samples))]
 
 

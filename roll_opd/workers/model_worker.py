@@ -22,13 +22,13 @@ from roll_opd.base.failures import SkippedUpdates
 from roll_opd.config.plan import FollowingPlan, MegatronPlan, TrainPlan
 from roll_opd.models.device_phases import NOTHING, STATE, WEIGHTS, Kind, Part, Phase, needs
 from roll_opd.samples.micro_batches import Assignment, DPShard, Packing, ShardedBatch, TrainResult
-from roll_opd.samples.sample import TargetRef
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description, map_bucket
 from roll_opd.tracking.console import Count
 from roll_opd.weight_sync.bucket_writer import BucketHost
 from roll_opd.workers.group import WorkerGroup, actor
-from roll_opd.workers.target_refs import hold, opened
+from roll_opd.workers.liveness import beat_in_thread
+from roll_opd.workers.target_refs import bundled, bundles_of, opened
 from roll_opd.workers.worker_progress import MicroBatches, Writing
 
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
@@ -83,6 +83,7 @@ class Rank(BucketHost):
         self._engine = self._build(plan, seed, deterministic)
         if os.environ["RANK"] == "0":
             self._engine.on_micro_batch = MicroBatches(plan.name)
+        beat_in_thread()
         return self._engine.data_parallel_rank, self._engine.packing
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
@@ -114,21 +115,22 @@ class Rank(BucketHost):
         return Compact(self._targets(shard, temperature, wanted))
 
     @needs(WEIGHTS)
-    def hold_targets(
-        self, shard: DPShard, temperature: float, kept: Sequence[str] | None = None, **wanted: Any
-    ) -> tuple[Compact, dict[int, TargetRef]] | None:
-        """Compute targets, and put their arrays into the object store.
+    def hold_targets(self, shard: DPShard, temperature: float, kept: Sequence[str] | None = None, **wanted: Any) -> Any:
+        """Compute targets; return a description of them, followed by the arrays of each of the shard's bundles.
 
-        Returns two dicts with sample numbers as keys, or None if this rank has no targets. A value of the first dict is
-        (log-probs, mask). The mask is True where the sampled token is in the top-k; without a top-k, the mask is None.
-        A value of the second dict is a reference to the stored arrays of the sample.
+        The description is None if this rank has no targets. Otherwise, it is a pair of dicts with sample numbers as
+        keys. A value of the first dict is (log-probs, mask). The mask is True where the sampled token is in the top-k;
+        without a top-k, the mask is None. A value of the second dict has the columns of the sample's arrays.
 
         Args:
-            kept: names of the arrays to store; None: all arrays except the log-probs.
+            kept: names of the arrays to return; None: all arrays except the log-probs.
         """
-        computed = self._targets(shard, temperature, wanted)
+        computed, bundles = (
+            self._targets(shard, temperature, wanted),
+            bundles_of([one.response_length for one in shard.samples]),
+        )
         if computed is None:
-            return None
+            return None, *[None for _ in bundles]
         small = {}
         for number, values in computed.items():
             ids = values.get("topk_ids")
@@ -136,7 +138,8 @@ class Rank(BucketHost):
             small[number] = values.pop("logprobs"), hits
         if kept:
             computed = {number: {name: values[name] for name in kept} for number, values in computed.items()}
-        return Compact(small), hold(computed)
+        columns, objects = bundled(computed, bundles)
+        return Compact((small, columns)), *objects
 
     def _opened(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
         """Fetch the arrays that the shard's references point to, for the samples of this rank.

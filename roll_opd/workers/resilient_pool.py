@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
+from roll_opd.cluster.losses import LossLimit
 from roll_opd.workers.batched_calls import Answers
 from roll_opd.workers.outage import Outage, Problem
 
@@ -139,8 +140,8 @@ class ResilientPool(Generic[Item, Result]):
             independent: whether jobs that are sent together are independent of each other. If they are, waiting jobs
                 are sent whenever one job of a worker finishes, and not only when all its jobs have finished. A call to
                 a worker is cancelled when the futures of all its jobs are done and one of them was cancelled.
-            max_lost: number of lost workers that the pool tolerates; None means no limit. Each lost worker counts
-                once, and a loss that was caused by a job does not count.
+            max_lost: number of lost workers that the pool tolerates within an hour; None means no limit. Each lost
+                worker counts once, and a loss that was caused by a job does not count.
             failure: returns the failure that an answer states, or None for a success. If it is given, jobs that fail
                 because of an outage run again.
         """
@@ -153,8 +154,8 @@ class ResilientPool(Generic[Item, Result]):
         self._broken: BaseException | None = None
         self._queued: list[int] = []
         self._restarts = 0
-        self._max_lost, self._numbers = max_lost, itertools.count()
-        self._lost: set[int] = set()  # numbers of the lost workers that no job has caused
+        self._numbers = itertools.count()
+        self._lost = LossLimit(name, max_lost)  # counts the lost workers that no job has caused
         self._failure = failure
         self._outage: Outage[_Job[Item, Result]] = Outage(name, self._attempt, self._problem, self._settle_now)
 
@@ -320,8 +321,8 @@ class ResilientPool(Generic[Item, Result]):
     def _count_lost(self, jobs: Sequence[_Job[Item, Result]], lost: WorkerLost) -> None:
         """Count a lost worker, and queue its unfinished jobs again.
 
-        If more than `max_lost` workers were lost, all waiting and later jobs fail. The workers that were lost with a
-        job that counts as the cause are no longer counted, each of them once.
+        If more than `max_lost` workers were lost within an hour, all waiting and later jobs fail. The workers that were
+        lost with a job that counts as the cause are no longer counted, each of them once.
         """
         number = next(self._numbers)
         self._lost.add(number)
@@ -330,20 +331,15 @@ class ResilientPool(Generic[Item, Result]):
             if self._broken:
                 job.fail(self._broken)
             elif job.deaths == MAX_DEATHS:
-                self._lost -= job.losses
+                self._lost.forgive(job.losses)
                 message = (
                     f"{MAX_DEATHS} workers were lost ({lost.kind}) while they ran this job; the last worker ran no"
                     " other job"
                 )
                 self._settle(job, WorkerLost(lost.kind, message))
         self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
-        if self._max_lost is not None and len(self._lost) > self._max_lost:
-            self._break(
-                RunError(
-                    f"{self.name}: {len(self._lost)} processes were lost, and max_lost_workers is {self._max_lost}; the"
-                    f" last process {lost}; correct the cause, or raise max_lost_workers"
-                )
-            )
+        if error := self._lost.exceeded(str(lost)):
+            self._break(error)
 
     def _break(self, error: BaseException) -> None:
         """Let all waiting and all later jobs fail with `error`."""

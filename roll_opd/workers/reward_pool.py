@@ -1,6 +1,7 @@
 """The reward workers of one domain, as the driver sees them. A worker scores each sample when its sampling ends."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -8,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import cycle
 from typing import Any
 from zlib import crc32
 
@@ -26,10 +26,11 @@ from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.transport import Compact
 from roll_opd.tracking.reward_metrics import scoring_metrics
 from roll_opd.workers.batched_calls import Answers, coalesced
+from roll_opd.workers.group import ActorGroup
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.ray_worker import RayWorker
 from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost
-from roll_opd.workers.sampler import Request, Sampler
+from roll_opd.workers.sampler import Request, Sampler, SamplingSession
 
 NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on rewards
 LEFT_OUT = ("drop", "replace")  # values of on_error that leave a failed sample out of training
@@ -307,7 +308,8 @@ class LocalModel:
             raise RewardError(
                 f"{plan.name}: the tokenizer of {plan.model.path} has no chat template; use a chat model as judge"
             )
-        self._engines = cycle(engines)
+        self._session = SamplingSession(Sampler(ActorGroup(engines), survives_losses=True), alone=True)
+        self._groups = itertools.count()
 
     async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
         """Return the model's response to `messages`.
@@ -315,19 +317,15 @@ class LocalModel:
         Errors of the engine are raised without Ray's wrapper: for example, ValueError if a prompt is too long.
 
         Raises:
-            RewardError: if the engine has died. This error ends the run.
+            RewardError: if the request has lost several engines. This error ends the run.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         tokens = np.array(token_ids(self._tokenizer, [text], [None])[0])
-        request = Request(0, tokens, seed=crc32(text.encode()) & 0x7FFFFFFF)  # equal prompts have equal responses
-        generate: Any = next(self._engines).generate
-        stream = generate.options(num_returns="streaming").remote(Compact([request]), self._plan.sampling)
+        seed = crc32(text.encode()) & 0x7FFFFFFF  # equal prompts have equal responses
         try:
-            async for answers in stream:
-                ((_, completion),) = await answers
-                return self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            completion = await self._session.ask(Request(next(self._groups), tokens, seed), self._plan.sampling)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
-            raise RewardError(f"{self._plan.name}: the judge's engine has died: {error}") from None
-        raise RuntimeError(f"the engine of {self._plan.name} returned no response")
+            raise RewardError(f"{self._plan.name}: the judge's engines have died: {error}") from None
+        return self._tokenizer.decode(completion.tokens, skip_special_tokens=True)

@@ -2,15 +2,17 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
 
 from roll_opd.base.failures import RunError
+from roll_opd.cluster.losses import NotServing
+from roll_opd.cluster.startup_progress import ProcessDied
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.vllm_requests import Completion
@@ -22,6 +24,11 @@ from roll_opd.weight_sync.bucket_writer import BucketHost
 from roll_opd.weight_sync.send_weights import WeightSync
 from roll_opd.workers.batched_calls import BatchedCalls, coalesced
 from roll_opd.workers.group import ActorGroup, actor
+from roll_opd.workers.liveness import beat_while, is_loss
+from roll_opd.workers.renewal import MAX_DEATHS, attended
+
+T = TypeVar("T")
+RETRY_S = 0.5  # seconds between two rounds of attempts over all engines
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,16 @@ class Sampler:
     """A role's inference engines.
 
     If the engines sample from the student, `sync` transfers the student's weights to them.
+
+    If `survives_losses`, the requests of a lost engine go to the other engines. If there are none, they wait for the
+    process that replaces it.
     """
 
     engines: ActorGroup
     sync: WeightSync | None = None  # transport of the student's weights to these engines
+    survives_losses: bool = False
+    repeats_batches: bool = False  # send a lost batch again as a whole, so that its answers are the same
+    returned: asyncio.Event = field(default_factory=asyncio.Event, compare=False)  # an engine was replaced
 
     def engine_of(self, group: int) -> int:
         """Return the index of the engine of a group. Groups are distributed round-robin."""
@@ -53,12 +66,72 @@ class Sampler:
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> list[np.ndarray]:
         """Return, for each engine, its log-probs at temperature 1 of all tokens but the first, f32 [T-1]."""
-        return await self.engines.call("prompt_logprobs", list(tokens))
+        return await self._ask_all("prompt_logprobs", list(tokens))
 
     async def draft_metrics(self) -> dict[str, float]:
         """Return the metrics of speculation for requests that finished since the last call, if there were drafts."""
-        proposed, accepted = map(sum, zip(*await self.engines.call("take_drafts"), strict=True))
+        drafts = await self._ask_all("take_drafts")
+        proposed, accepted = (sum(counts) for counts in zip((0, 0), *drafts, strict=True))
         return {DRAFTED_TOKENS: proposed, DRAFT_ACCEPTANCE: accepted / proposed} if proposed else {}
+
+    async def ask_any(self, engine: int, method: str, *args: Any) -> Any:
+        """Return the result of a method of `engine`, or of another engine if this one is lost."""
+        async with aclosing(self.attempts(engine)) as attempts:
+            async for number, life in attempts:
+                try:
+                    return await self.engines.ask(number, method, *args)
+                except Exception as error:
+                    self.survive(number, life, error)
+        raise AssertionError
+
+    async def attempts(self, engine: int) -> AsyncGenerator[tuple[int, int], None]:
+        """Yield engines for a request, each with its number of renewals: first `engine`, then the others.
+
+        This is repeated until the caller leaves the iteration.
+        """
+        engines, total = self.engines, len(self.engines.actors)
+        while True:
+            for number in ((engine + place) % total for place in range(total)):
+                if engines.is_up(number):
+                    yield number, engines.life(number)
+            await asyncio.sleep(RETRY_S)
+
+    async def served(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`, whose requests must be answered with the weights that the engines have now.
+
+        Raises ProcessDied if all engines were lost, because their replacements will get other weights.
+        """
+
+        async def check() -> None:
+            if self.sync and len(self.sync.lacking()) == len(self.engines.actors):
+                raise ProcessDied("all inference engines were lost, and new ones lack the weights of the step")
+
+        return await attended(work, self.returned, check)
+
+    def survive(self, number: int, life: int, error: Exception) -> None:
+        """Let an engine be replaced after an error of a call. Raises other errors, and those of a role that cannot.
+
+        Args:
+            life: number of renewals of the engine before the call.
+        """
+        if not (self.survives_losses and is_loss(error)):
+            raise error
+        if not isinstance(error, NotServing):
+            self.engines.replace_actor(number, life, str(error))
+
+    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """Return the results of all engines that are not being replaced."""
+
+        async def ask(number: int) -> list[Any]:
+            life = self.engines.life(number)
+            try:
+                return [await self.engines.ask(number, method, *args)]
+            except Exception as error:
+                self.survive(number, life, error)
+                return []
+
+        up = [number for number in range(len(self.engines.actors)) if self.engines.is_up(number)]
+        return [one for found in await asyncio.gather(*map(ask, up)) for one in found]
 
     @asynccontextmanager
     async def session(self, chunk: int | None = None) -> AsyncIterator["SamplingSession"]:
@@ -71,7 +144,9 @@ class Sampler:
 
     async def end(self) -> None:
         """Stop the engines and their processes."""
-        await self.engines.call("close")
+        for renewal in self.engines.renewals:
+            renewal.end()
+        await self._ask_all("close")
         self.engines.end()  # killed: external resources are released, and a regular exit takes seconds
 
 
@@ -107,15 +182,29 @@ class SamplingSession:
         self, key: tuple[int, SamplingPlan, int], requests: list[Request]
     ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
         engine, sampling, _ = key
-        stream = self._sampler.engines.stream(engine, "generate", Compact(requests), sampling, self._chunk)
-        answered = 0
-        async with aclosing(stream):
-            async for finished in stream:
-                answered += len(finished)
-                yield finished
-        if answered < len(requests):
-            left = len(requests) - answered
-            raise RunError(f"an inference engine ended with {left} of {len(requests)} requests unanswered")
+        sampler, left, losses = self._sampler, set(range(len(requests))), 0
+        async with aclosing(sampler.attempts(engine)) as attempts:
+            async for number, life in attempts:
+                sent = range(len(requests)) if sampler.repeats_batches else sorted(left)
+                batch = Compact([requests[place] for place in sent])
+                try:
+                    async with aclosing(
+                        sampler.engines.stream(number, "generate", batch, sampling, self._chunk)
+                    ) as stream:
+                        async for finished in stream:
+                            new = [(sent[place], answer) for place, answer in finished if sent[place] in left]
+                            left.difference_update(place for place, _ in new)
+                            yield new
+                    break
+                except Exception as error:
+                    losses += not isinstance(error, NotServing)
+                    if losses == MAX_DEATHS:
+                        raise
+                    sampler.survive(number, life, error)
+                if not left:
+                    break
+        if left:
+            raise RunError(f"an inference engine ended with {len(left)} of {len(requests)} requests unanswered")
 
 
 class SamplerEngines:
@@ -136,14 +225,11 @@ class SamplerEngines:
 
     async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:
         """Return the log-probs of all tokens except the first, f32 [T-1]."""
-        return await self._engine(group).prompt_logprobs.remote(list(tokens))
+        return await self._sampler.ask_any(self._sampler.engine_of(group), "prompt_logprobs", list(tokens))
 
     async def weights_version(self) -> int:
         """Return the version of the engines' weights."""
-        return await self._engine(0).weights_version.remote()
-
-    def _engine(self, group: int) -> Any:
-        return self._sampler.engines.actors[self._sampler.engine_of(group)]
+        return await self._sampler.ask_any(0, "weights_version")
 
 
 @actor(Kind.ENGINES)
@@ -151,6 +237,8 @@ class RolloutWorker(BucketHost):
     """Ray actor with one inference engine."""
 
     _engine: Any
+    _serves = False  # whether the engine has the weights with which it may answer requests
+    _beats: "asyncio.Task[None]"
 
     @needs(NOTHING)
     async def setup(
@@ -160,12 +248,14 @@ class RolloutWorker(BucketHost):
         deterministic: bool,
         weight_transfer: str = SHARED_MEMORY,
         sleeps: bool = False,
+        awaits_weights: bool = False,
     ) -> None:
         """Load the model and start the engine.
 
         Args:
             weight_transfer: backend that transfers updated weights to the engine.
             sleeps: whether the engine must be able to release its device memory (vLLM's sleep mode).
+            awaits_weights: whether the engine refuses requests with `NotServing` before its first weight update.
         """
         from roll_opd.inference.vllm_engine import InferenceEngine  # imports vLLM, only in the actor's process
 
@@ -182,7 +272,13 @@ class RolloutWorker(BucketHost):
             on_update=plan.on_weight_update,
             adapter=plan.adapter,
         )
-        self._sleep_level = plan.sleep_level
+        self._sleep_level, self._serves = plan.sleep_level, not awaits_weights
+        self._beats = asyncio.create_task(beat_while(self._engine.check_alive))
+
+    def _serving(self) -> Any:
+        if not self._serves:
+            raise NotServing("this engine was started again, and has not received the student's weights yet")
+        return self._engine
 
     @needs(NOTHING)
     async def offload(self, parts: Collection[Part], phase: Phase) -> None:
@@ -206,7 +302,7 @@ class RolloutWorker(BucketHost):
         The index is the position of the request in `requests`. Completions that arrive within a short interval are
         yielded in one list. If `chunk` completions arrive earlier, they are yielded immediately.
         """
-        batch = self._engine.generate_batch(
+        batch = self._serving().generate_batch(
             [request.prompt_tokens.tolist() for request in requests], sampling, [request.seed for request in requests]
         )
         async with aclosing(coalesced(batch, chunk=chunk)) as answers:  # cancellation aborts running requests
@@ -219,7 +315,7 @@ class RolloutWorker(BucketHost):
 
         The log-probs are at temperature 1.
         """
-        return await self._engine.prompt_logprobs(tokens)
+        return await self._serving().prompt_logprobs(tokens)
 
     @needs(NOTHING)
     async def take_drafts(self) -> tuple[int, int]:
@@ -229,7 +325,7 @@ class RolloutWorker(BucketHost):
     @needs(NOTHING)
     async def weights_version(self) -> int:
         """Return the version of the engine's weights."""
-        return self._engine.weights_version
+        return self._serving().weights_version
 
     @needs(WEIGHTS)
     async def begin_update(self, version: int) -> None:
@@ -246,6 +342,7 @@ class RolloutWorker(BucketHost):
         await self._engine.load_weights(info)
         if last:
             await self._engine.finish_update()
+            self._serves = True
 
     @needs(WEIGHTS)
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:

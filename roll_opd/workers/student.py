@@ -287,10 +287,19 @@ class TrainWorker(TrainableRank, BucketWriter):
 
     @needs(WEIGHTS)
     def send_weights(
-        self, backend: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
+        self,
+        backend: str,
+        engines: Sequence[ray.actor.ActorHandle],
+        engine_ranks: int,
+        dtype: str,
+        version: int,
+        is_new: bool,
     ) -> int:
-        """Send all weights to `engines` from GPU to GPU (see `cuda_sender.CudaSender`). Return their bytes."""
-        if self._sender is None:
+        """Send all weights to `engines` from GPU to GPU (see `cuda_sender.CudaSender`). Return their bytes.
+
+        `is_new` states that the engines are not those of the last call, so that a new connection is needed.
+        """
+        if self._sender is None or is_new:
             from roll_opd.weight_sync.cuda_sender import CudaSender
 
             self._sender = CudaSender(backend, self._engine, self._planned(), engines, engine_ranks, dtype)

@@ -1,12 +1,11 @@
-"""References to teacher targets, whose arrays stay in the object store of the rank that computed them.
+"""References to teacher targets, whose arrays stay in the object store of the host that computed them.
 
-The driver keeps references and passes them to the student. Each rank of the student fetches the targets of its shard.
-After the last update of the step, the driver releases the arrays.
+The driver owns the arrays, so they outlive the rank that computed them. It passes references to the student, and each
+rank of the student fetches the targets of its shard. After the last update of the step, the driver releases the arrays.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import ray
@@ -14,22 +13,61 @@ import ray
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.transport import Compact
 
-BUNDLE_BYTES = 2**20  # targets of small samples are stored in one object, since each object costs time
+BUNDLE_TOKENS = 2048  # the targets of short responses are stored in one object, since each object costs time
 
 
-def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
-    """Put the targets of samples into the object store of this node, and return a reference for each sample.
+Columns = dict[str, tuple[str, tuple[int, ...]]]  # name of an array -> (dtype, shape) of one token's entry
+
+
+def bundles_of(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of the samples whose targets are stored in one object, for each of at least one object.
+
+    Args:
+        lengths: number of response tokens of each sample.
+    """
+    bundles: list[list[int]] = [[]]
+    tokens = 0
+    for number, length in enumerate(lengths):
+        if tokens >= BUNDLE_TOKENS:
+            bundles.append([])
+            tokens = 0
+        bundles[-1].append(number)
+        tokens += length
+    return bundles
+
+
+def bundled(
+    targets: Mapping[int, dict[str, np.ndarray]], bundles: Sequence[Sequence[int]]
+) -> tuple[dict[int, Columns], list[Compact]]:
+    """Return (columns, objects): the columns of each sample's arrays, and the arrays of each bundle as one object.
 
     Args:
         targets: map from the index of a sample to its arrays, by name.
+        bundles: see `bundles_of`. Samples without targets are left out.
     """
-    found = {}
-    for numbers in _bundles(targets):
-        bundle = ray.put(Compact([targets[number] for number in numbers]))
-        for place, number in enumerate(numbers):
-            columns = {name: (array.dtype.str, array.shape[1:]) for name, array in targets[number].items()}
-            found[number] = TargetRef(bundle, place, columns)
-    return found
+    columns = {
+        number: {name: (array.dtype.str, array.shape[1:]) for name, array in arrays.items()}
+        for number, arrays in targets.items()
+    }
+    return columns, [Compact([targets.get(number) for number in bundle]) for bundle in bundles]
+
+
+def references(
+    bundles: Sequence[Sequence[int]], columns: Mapping[int, Columns], objects: Sequence[ray.ObjectRef]
+) -> dict[int, TargetRef]:
+    """Return the reference of each sample with targets. `objects` are references to those of `bundled`."""
+    return {
+        number: TargetRef(held, place, columns[number])
+        for bundle, held in zip(bundles, objects, strict=True)
+        for place, number in enumerate(bundle)
+        if number in columns
+    }
+
+
+def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
+    """Put the targets of samples into the object store of this node, and return a reference for each sample."""
+    columns, objects = bundled(targets, bundles := [[number] for number in targets])
+    return references(bundles, columns, [ray.put(each) for each in objects])
 
 
 def opened(
@@ -82,17 +120,3 @@ def release(samples: Iterable[Sample]) -> None:
     for sample in samples:
         for held in sample.teacher_targets.values():
             held.released()
-
-
-def _bundles(targets: Mapping[int, dict[str, Any]]) -> Iterator[list[int]]:
-    bundle: list[int] = []
-    size = 0
-    for number, arrays in targets.items():
-        own = sum(array.nbytes for array in arrays.values())
-        if bundle and size + own > BUNDLE_BYTES:
-            yield bundle
-            bundle, size = [], 0
-        bundle.append(number)
-        size += own
-    if bundle:
-        yield bundle

@@ -165,7 +165,8 @@ class WorkflowWorker:
 
         def client_of(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
             """Return a model client with an endpoint. The client sends its requests to `engines`."""
-            sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
+            own = Sampler(ActorGroup(engines), survives_losses=True, repeats_batches=deterministic)
+            sampler = SamplerEngines(own, chunk, deterministic)
             load = load_tokenizer if kind is ModelWrapper else load_plain_tokenizer
             tokenizer, loop = load(plan.model.path), asyncio.get_running_loop()
             model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)

@@ -167,7 +167,7 @@ def test_groups_hold_only_known_keys(root: Path, values: dict[str, Any]) -> None
             options = {"pure": True, "runnable": group != "trackers"}
             run = load_plan(directory, "run", [f"+{target}={fragment.stem}"], **options)
             assert to_json(run)["roles"]
-            assert group != "trackers" or run.trackers == (fragment.stem,)
+            assert group != "trackers" or fragment.stem in run.trackers
 
 
 def test_overrides_may_stand_anywhere(root: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_the_engines_may_write_the_same_keys(plan: Plan) -> None:
         ({"student_infer.model_args.lora_rank": 8}, "student_infer.model_args.lora_rank: only the student has"),
         ({f"{STUDENT}.freeze_module_prefix": "x"}, "freeze_module_prefix: is not available yet"),
         ({f"{STUDENT}.additional_target": "embed_tokens"}, "additional_target: is not available yet"),
-        ({f"{STUDENT}.adapter_name_or_path": "no/such"}, "adapter_name_or_path: model 'no/such' not found"),
+        ({f"{STUDENT}.adapter_name_or_path": "no/such"}, "adapter_name_or_path: no/such is neither a path"),
     ],
 )
 def test_one_problem_one_sentence(problems: Problems, changes: dict[str, Any], sentence: str) -> None:

@@ -30,6 +30,7 @@ from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
 from roll_opd.weight_sync.send_weights import SharedMemorySync
+from roll_opd.workers.group import ActorGroup
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Sampler
 
@@ -69,22 +70,19 @@ class Engine:
     running: int = 0
 
 
-class Engines:
+class Engines(ActorGroup):
     """The actors of the engines."""
 
     def __init__(self, loop: ScriptedLoop, case: Case) -> None:
         self._loop, self._mode = loop, case.on_update
-        self.actors = [Engine() for _ in range(case.engines)]
+        super().__init__([Engine() for _ in range(case.engines)])  # type: ignore[misc]
         self._changed = asyncio.Event()
 
-    async def hosts(self) -> list[str]:
-        return ["here"] * len(self.actors)
-
-    async def call(self, method: str, version: int) -> None:
-        assert method == "begin_update"
-        await asyncio.gather(*[self._begin(engine) for engine in self.actors])
-
-    async def ask(self, number: int, method: str, bucket: dict[str, Any], *, last: bool) -> None:
+    async def ask(self, number: int, method: str, bucket: Any = None, *, last: bool = False) -> Any:
+        if method == "host":
+            return "here"
+        if method == "begin_update":
+            return await self._begin(self.actors[number])
         assert method == "load_weights" and self.actors[number].updating
         await self._loop.turn()
         if last:
@@ -137,15 +135,13 @@ class Student:
         self._loop, self._left = loop, 0
         self.actors, self.plan, self.updates = [None, None], SimpleNamespace(name="student"), Count("updates")
 
-    async def hosts(self) -> list[str]:
-        await self._loop.turn()
-        return ["here"] * len(self.actors)
-
     async def ask(self, rank: int, method: str, *_: Any, **__: Any) -> Any:
         await self._loop.turn()
+        if method == "host":
+            return "here"
         self._left = BUCKETS if method == "export_weights" and not rank else self._left
         self._left -= method in ("export_weights", "next_bucket") and not rank
-        return {}, not self._left
+        return {"size": 1}, not self._left
 
     async def compute_old_logprobs(self, samples: list[Sample], temperature: float) -> list[Sample]:
         await self._loop.turn()
@@ -197,6 +193,7 @@ class Records:
     batches: list[Batch] = field(default_factory=list)
     validated: list[int] = field(default_factory=list)
     kept_from: int | None = None  # first step whose row waits for its validation
+    is_begun: bool = False
 
     def step(self, step: int, batch: Batch, samples: list[Sample], metrics: dict[str, float]) -> None:
         assert step == len(self.batches) + 1 == batch.version + 1 and len(batch.prompts) == self.case.groups

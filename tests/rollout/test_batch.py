@@ -31,6 +31,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
+from roll_opd.workers.group import ActorGroup
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Sampler
 
@@ -172,12 +173,11 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
     assert len(asked) > SAMPLING.n
 
 
-class Engines:
+class Engines(ActorGroup):
     """Two engines that finish each its own requests in a random order and hand over some at a time."""
 
-    actors = ("first", "second")
-
     def __init__(self, loses: int = 0) -> None:
+        super().__init__(("first", "second"))  # type: ignore[arg-type]
         self._rng, self._loses = random.Random(4), loses
         self.finished: dict[int, list[int]] = {0: [], 1: []}
         self.cancelled: list[int] = []

@@ -1,7 +1,7 @@
 """Validation during training: the learner goes on, rows stay complete and in order, and answers are of one version."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,9 @@ class ReservedEngine(Engine):
     def __init__(self) -> None:
         super().__init__()
         self.version, self.opened = 0, asyncio.Event()
+
+    async def served(self, work: Awaitable[Any]) -> Any:
+        return await work
 
     def answer(self, seed: int) -> Completion:
         completion = written(seed)

@@ -7,9 +7,8 @@ import pytest
 import ray
 
 from roll_opd.samples.micro_batches import DPShard
-from roll_opd.samples.sample import TargetRef
 from roll_opd.workers import target_refs
-from roll_opd.workers.target_refs import hold, opened
+from roll_opd.workers.target_refs import bundled, bundles_of, opened, references
 
 
 def arrays(number: int) -> dict[str, np.ndarray]:
@@ -21,9 +20,9 @@ def arrays(number: int) -> dict[str, np.ndarray]:
 
 @ray.remote
 class Teacher:
-    def compute(self, numbers: list[int], bundle_bytes: int) -> dict[int, TargetRef]:
-        target_refs.BUNDLE_BYTES = bundle_bytes
-        return hold({number: arrays(number) for number in numbers})
+    def compute(self, numbers: list[int], bundles: list[list[int]]) -> Any:
+        columns, objects = bundled({number: arrays(number) for number in numbers}, bundles)
+        return columns, *objects
 
 
 @ray.remote
@@ -32,12 +31,19 @@ class Student:
         return opened(shard.held, shard.micro_batches)
 
 
-@pytest.mark.parametrize("bundle_bytes", [1, 1000, 2**20])
-def test_a_rank_opens_what_its_share_needs(warm_options: dict[str, Any], bundle_bytes: int) -> None:
+@pytest.mark.parametrize("bundle_tokens", [1, 60, 2048])
+def test_a_rank_opens_what_its_share_needs(
+    warm_options: dict[str, Any], bundle_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_refs, "BUNDLE_TOKENS", bundle_tokens)
     numbers = list(range(3, 23))
     teacher: Any = Teacher.options(**warm_options).remote()
     student: Any = Student.options(**warm_options).remote()
-    kept = ray.get(teacher.compute.remote(numbers, bundle_bytes))
+    bundles = bundles_of([len(arrays(number)["rest"]) for number in range(25)])
+    assert [number for bundle in bundles for number in bundle] == list(range(25))
+    columns, *objects = teacher.compute.options(num_returns=1 + len(bundles)).remote(numbers, bundles)
+    kept = references(bundles, ray.get(columns), objects)
+    ray.kill(teacher)  # the driver owns the arrays, so they are there when the teacher has ended
     assert list(kept) == numbers and 1 <= len({one.bundle for one in kept.values()}) <= len(numbers)
     own = [{"a": kept[number]} for number in numbers[:8]]
     shard = ray.put(
@@ -53,5 +59,4 @@ def test_a_rank_opens_what_its_share_needs(warm_options: dict[str, Any], bundle_
         for name, array in by_teacher["a"].items():
             whole = wanted[name] if place in (1, 2, 7) else wanted[name][:0]
             assert array.dtype == whole.dtype and np.array_equal(array, whole) and array.shape == whole.shape
-    ray.kill(teacher)
     ray.kill(student)

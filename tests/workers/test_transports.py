@@ -16,7 +16,7 @@ from roll_opd.cluster.forkserver.lean_ray import lean
 from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY, choose_backend
 from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
 from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
-from roll_opd.weight_sync.send_weights import stream
+from roll_opd.weight_sync.send_weights import receivers_of, stream
 from roll_opd.workers.group import ActorGroup
 
 ELSEWHERE = "elsewhere"  # what the second node offers
@@ -102,7 +102,7 @@ def test_all_get_the_same_bits(
     student = actors(Student, warm_options, False, False)
     groups = [actors(Taker, warm_options, *each) for each in nodes]
     for version in (1, 2):
-        loop.run_until_complete(stream(student, groups, "fp32", version))
+        loop.run_until_complete(stream(student, receivers_of(groups), "fp32", version))
         for group in groups:
             assert loop.run_until_complete(group.call("differs", version)) == [[]] * len(group.actors)
     for group in (student, *groups):

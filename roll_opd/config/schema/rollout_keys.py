@@ -56,8 +56,8 @@ class RolloutKeys(Section):
     )
     max_lost_workers: Count | None = ours(
         None,
-        "maximum number of processes that may be lost, for each reward domain and for the workflow; if more are"
-        " lost, training ends; default: no limit",
+        "maximum number of processes that may be lost within an hour, for each model, each reward domain and the"
+        " workflow; if more are lost, training ends; default: no limit",
     )
     weight_sync: Literal["auto", "shared_memory"] = ours(
         "auto",

@@ -73,6 +73,11 @@ class RunKeys(Section):
         "time without progress after which a run ends, s; the error lists what the run was waiting for."
         " default: no limit",
     )
+    hang_timeout_s: AboveZero | None = ours(
+        300.0,
+        "time without a sign of life after which the process of a model is killed, s; it is then replaced like one that"
+        " has ended; null: never",
+    )
     max_restarts: Count = ours(0, "how many times a failed run restarts from its last checkpoint")
 
 

@@ -1,0 +1,84 @@
+"""Lost processes of a run: their limit per role and hour, and their record."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from roll_opd.base.failures import RunError
+
+HOUR = 3600.0
+
+
+class NotSetUp(RuntimeError):
+    """Raised by a process that was started again and was not set up yet."""
+
+
+class NotServing(RuntimeError):
+    """Raised by an engine that was started again and has not received the student's weights yet."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Lost processes, and how the run went on."""
+
+    what: str  # the processes
+    why: str
+    seconds: float  # until new processes were ready
+    remedy: str
+
+
+class LossLimit:
+    """Counts the lost processes of a role within an hour."""
+
+    def __init__(self, role: str, most: int | None) -> None:
+        """`most` is the number of losses that the role may have within an hour; None: no limit."""
+        self._role, self._most = role, most
+        self._lost: dict[int, float] = {}  # number of the loss -> time
+
+    def add(self, number: int) -> None:
+        """Count the loss `number`."""
+        self._lost[number] = time.monotonic()
+
+    def forgive(self, numbers: set[int]) -> None:
+        """Count some losses no longer."""
+        for number in numbers:
+            self._lost.pop(number, None)
+
+    def exceeded(self, last: str) -> RunError | None:
+        """Return the error that ends the run if there are too many losses. `last` describes the last one."""
+        recent = sum(at > time.monotonic() - HOUR for at in self._lost.values())
+        if self._most is None or recent <= self._most:
+            return None
+        return RunError(
+            f"{self._role}: {recent} processes were lost within an hour, and max_lost_workers is {self._most}; the last"
+            f" one: {last}; correct the cause, or raise max_lost_workers"
+        )
+
+
+class Losses:
+    """The lost processes of a run's models."""
+
+    def __init__(
+        self,
+        most: int | None = None,
+        record: Callable[[Loss], None] = lambda loss: None,
+        fail: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """Create the record.
+
+        Args:
+            most: number of processes that a role may lose within an hour; None: no limit.
+            record: called with each loss after new processes were started.
+            fail: ends the run with an error.
+        """
+        self._most, self.record, self.fail = most, record, fail
+        self._limits: dict[str, LossLimit] = {}
+        self._count = 0
+
+    def add(self, role: str, why: str) -> None:
+        """Count a loss of `role`. Raises RunError if the role has lost too many processes."""
+        limit = self._limits.setdefault(role, LossLimit(role, self._most))
+        self._count += 1
+        limit.add(self._count)
+        if error := limit.exceeded(why):
+            raise error

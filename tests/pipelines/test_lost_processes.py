@@ -1,0 +1,171 @@
+"""Kills of a model's processes in a run that goes on: each prompt is trained once, with the same bits.
+
+    .venv/bin/python tests/pipelines/test_lost_processes.py [--kills 50] [--steps 3] [--record FILE]
+
+kills engines, their cores, ranks of teachers and of the student, at random moments of several kinds of runs, some by
+SIGSTOP. Each run is compared with one without kills. `--steps` is the number of steps per kill. The record has, for
+each kill, the seconds until the next step was logged; beside it stands the median of the steps without a kill.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from runs import RLVR, Run
+from test_random_kills import SETTINGS as AHEAD
+from test_random_kills import equal_steps
+
+from roll_opd.tracking.audit import audit
+from roll_opd.tracking.run_directory import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+VICTIMS = {
+    "engine": "ray::RolloutWorker",
+    "core": "VLLM::EngineCore",
+    "teacher": "ray::LogprobWorker",
+    "student": "ray::TrainWorker",
+}
+PURE = (
+    "deterministic=true",
+    "rollout_batch_size=16",
+    "student_train.device_mapping=[0]",
+    "teacher.strategy_args.strategy_config.tensor_model_parallel_size=2",
+    "student_train.training_args.gradient_accumulation_steps=1",
+    "student_train.training_args.lr_scheduler_type=constant",
+    "validation=null",
+    "eval_steps=0",
+    "save_steps=3",
+    "logged_samples_per_step=16",
+)
+KINDS: dict[str, tuple[str, ...]] = {
+    "in turns": PURE,
+    "top-k": (*PURE, "opd_objective=topk", "opd_topk=8"),
+    "whole vocabulary": (*PURE, "opd_objective=full"),
+    "shared devices": (*PURE, "is_offload_states=true"),
+    "ahead": (*AHEAD, "actor_infer.device_mapping=[0,1]"),
+    "ahead, one engine": AHEAD,
+}
+HUNG_S = 12
+
+
+class Killer:
+    """Kills the next of `victims` after one or two further steps, at a random moment, while the run continues."""
+
+    def __init__(self, out: Path, rng: random.Random, victims: Sequence[str]) -> None:
+        self._out, self._rng, self._left = out, rng, list(victims)
+        self.done: list[dict[str, Any]] = []
+        self.step_seconds: list[float] = []  # of steps without a kill
+        self._steps, self._at, self._struck = 0, 0.0, False
+        self._plan()
+
+    def _plan(self) -> None:
+        self._after, self._due = self._steps + self._rng.randint(1, 2), self._rng.random() * 1.5
+
+    def __call__(self) -> bool:
+        now, steps = time.monotonic(), max((row["step"] for row in self._logged()), default=0)
+        if steps > self._steps:
+            if self._struck and self.done[-1]["until the next step"] is None:
+                self.done[-1]["until the next step"] = round(now - self.done[-1].pop("at"), 2)
+            elif self._at and not self._struck:
+                self.step_seconds.append(now - self._at)
+            self._struck = False
+        if steps != self._steps:
+            self._steps, self._at = steps, now
+        waits = self._struck or not self._left or steps < self._after or now < self._at + self._due
+        if not waits and (victims := runs.of_run(self._out, VICTIMS[self._left[0].removesuffix(" hangs")])):
+            name = self._left.pop(0)
+            number = signal.SIGSTOP if name.endswith("hangs") else signal.SIGKILL
+            os.kill(self._rng.choice(victims).pid, number)
+            self.done.append({"lost": name, "after step": steps, "until the next step": None, "at": now})
+            self._struck = True
+            self._plan()
+        return False  # the driver stays
+
+    def _logged(self) -> list[dict]:
+        return [row for file in self._out.glob("demo/latest/ledger.jsonl") for row in read_jsonl(file)]
+
+
+def launched(out: Path, kind: str, steps: int, **more: Any) -> Run:
+    is_ahead = kind.startswith("ahead")
+    config, launcher = ("demo", "rlvr_opd" if is_ahead else "onpolicy_distill"), RLVR if is_ahead else runs.PURE
+    settings = (*KINDS[kind], "exp_name=demo", f"max_steps={steps}", f"hang_timeout_s={HUNG_S}")
+    return runs.launch(out, *settings, launcher=launcher, config=config, **more)
+
+
+def survived(place: Path, kind: str, victims: Sequence[str], steps: int, seed: int, unbroken: Run) -> dict[str, Any]:
+    """Run with kills, and compare with the run without them; return the record."""
+    killer = Killer(place, random.Random(seed), victims)
+    run = launched(place, kind, steps, kill_when=killer)
+    assert run.code == 0, run.output[-6000:]
+    counts, errors = audit(run.path)
+    assert errors == [] and equal_steps(run.path, unbroken.path) == steps
+    weights = f"checkpoints/step_{steps}/hf/model.safetensors"
+    assert (run.path / weights).read_bytes() == (unbroken.path / weights).read_bytes()
+    losses = run.rows("losses.jsonl")
+    assert counts["lost processes"] == len(losses) >= len(killer.done) == len(victims)
+    for each in killer.done:
+        each.pop("at", None)
+    return {
+        "kind": kind,
+        "kills": killer.done,
+        "losses": [{key: row[key] for key in ("what", "remedy", "seconds")} for row in losses],
+        "median step, s": round(statistics.median(killer.step_seconds or [0.0]), 2),
+        "seconds": round(run.seconds, 1),
+        "seconds of the unbroken run": round(unbroken.seconds, 1),
+    }
+
+
+def test_a_run_survives_its_engines_teachers_and_student(tmp_path: Path) -> None:
+    unbroken = launched(tmp_path / "unbroken", "in turns", 9)
+    record = survived(tmp_path / "killed", "in turns", ("engine", "teacher", "student"), 9, 1, unbroken)
+    assert [each["lost"] for each in record["kills"]] == ["engine", "teacher", "student"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in turns"])
+def test_every_kind_of_run_survives(tmp_path: Path, kind: str) -> None:
+    victims = ("core", "student", "teacher", "engine hangs")
+    unbroken = launched(tmp_path / "unbroken", kind, 4 * len(victims))
+    survived(tmp_path / "killed", kind, victims, 4 * len(victims), 2, unbroken)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=3, help="steps per kill")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--record", type=Path, help="JSON file for the record")
+    options = parser.parse_args(arguments)
+    place, rng = Path(tempfile.mkdtemp(prefix="lost-")), random.Random(options.seed)  # remains after a failure
+    victims = [*VICTIMS, *VICTIMS, "engine hangs", "teacher hangs", "student hangs"]
+    chosen = [victims[number % len(victims)] for number in range(options.kills)]
+    rng.shuffle(chosen)
+    launches: list[dict[str, Any]] = []
+    for number, kind in enumerate(KINDS):
+        own = chosen[number :: len(KINDS)]
+        steps = 4 + options.steps * len(own)
+        unbroken = launched(place / f"unbroken{number}", kind, steps, seconds=1800.0)
+        launches.append(survived(place / f"killed{number}", kind, own, steps, options.seed + number, unbroken))
+        print(json.dumps(launches[-1]), flush=True)
+        done = Counter(each["lost"] for launch in launches for each in launch["kills"])
+        record = {"kills in all": done.total(), "kills": dict(sorted(done.items())), "launches": launches}
+        if options.record:
+            options.record.write_text(json.dumps(record, indent=1) + "\n")
+    shutil.rmtree(place)
+
+
+if __name__ == "__main__":
+    main()

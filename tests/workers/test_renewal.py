@@ -1,0 +1,232 @@
+"""Lost processes are replaced: real processes that are killed or stopped."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from roll_opd.base.failures import RunError
+from roll_opd.cluster import runtime
+from roll_opd.cluster.losses import HOUR, Loss, Losses, LossLimit
+from roll_opd.cluster.startup_progress import ProcessDied
+from roll_opd.weight_sync.send_weights import SharedMemorySync
+from roll_opd.workers import liveness
+from roll_opd.workers.group import ActorGroup, Batches
+from roll_opd.workers.liveness import watched
+from roll_opd.workers.renewal import Renewal, attended
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with runtime.ray_cluster(1):
+        yield
+
+
+@ray.remote(num_cpus=0, max_restarts=-1)
+class Actor:
+    """Loses what it was given when its process is started again."""
+
+    given: str | None = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def setup(self, given: str) -> None:
+        liveness.beat_in_thread()
+        self.given = given
+
+    def slow(self, seconds: float) -> str | None:
+        time.sleep(seconds)
+        return self.given
+
+
+class Case:
+    """A group of two actors that is replaced as a whole."""
+
+    def __init__(self) -> None:
+        self.group = ActorGroup([Actor.remote() for _ in range(2)], ("role, rank 0,", "role, rank 1,"))
+        self.losses: list[Loss] = []
+        self.failures: list[Exception] = []
+        self.starts = 0
+
+    async def begin(self, most: int | None = None) -> None:
+        await self._setup()
+        limits = Losses(most, self.losses.append, self.failures.append)
+        self.renewal = Renewal("role", "role", [*self.group.actors], self._setup, limits)
+        self.group.renewals = (self.renewal, self.renewal)
+
+    async def _setup(self) -> None:
+        self.starts += 1
+        await self.group.call("setup", "state")
+
+    async def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(await self.group.ask(rank, "pid"), number)
+
+    async def slow(self) -> list[str | None]:
+        """Call as `WorkerGroup` does: again after a loss."""
+        life = self.renewal.life
+        try:
+            return await self.group.call("slow", 0.5)
+        except ProcessDied as died:
+            await self.renewal.since(life, str(died))
+            return await self.group.call("slow", 0.0)
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_a_call_that_loses_a_process_is_answered_by_new_ones() -> None:
+    async def main() -> Case:
+        case = Case()
+        await case.begin()
+        before = [await case.group.ask(rank, "pid") for rank in range(2)]
+        calling = asyncio.gather(case.slow(), case.slow())  # two callers share one renewal
+        await asyncio.sleep(0.2)
+        psutil.Process(before[1]).kill()
+        assert await calling == [["state", "state"]] * 2
+        after = [await case.group.ask(rank, "pid") for rank in range(2)]
+        assert not set(before) & set(after)
+        case.group.end()
+        return case
+
+    case = run(main())
+    assert case.starts == 2 and case.renewal.life == 1 and len(case.losses) == 1 and not case.failures
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_idle_process_is_replaced_without_a_call(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is killed, and one that does not react any more."""
+    monkeypatch.setattr(liveness, "POLL_INTERVAL_S", 0.2)
+    fatal: list[str] = []
+
+    async def main() -> Case:
+        case = Case()
+        await case.begin()
+        with watched(fatal.append, liveness.BEAT_INTERVAL_S + 3, lambda text: None):
+            await asyncio.sleep(1.0)  # the first beats
+            await case.kill(0, number)
+            while not case.renewal.life:
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(1.0)
+        assert await case.group.call("slow", 0.0) == ["state", "state"]
+        case.group.end()
+        return case
+
+    case = run(main())
+    assert case.starts == 2 and len(case.losses) == 1 and not (fatal or case.failures)
+    assert case.losses[0].why.startswith("role, rank 0, has died: ")
+
+
+def test_too_many_losses_end_the_run() -> None:
+    async def main() -> Case:
+        case = Case()
+        await case.begin(most=1)
+        for _ in range(2):
+            await case.kill(1)
+            await asyncio.gather(case.slow(), return_exceptions=True)
+        with pytest.raises(RunError, match="max_lost_workers is 1"):  # also for a later caller
+            await case.renewal.since(case.renewal.life, "")
+        assert not case.renewal.is_up
+        case.group.end()
+        return case
+
+    case = run(main())
+    assert len(case.losses) == 1 and len(case.failures) == 1
+
+
+def test_losses_count_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("roll_opd.cluster.losses.time.monotonic", lambda: now[0])
+    limit = LossLimit("role", 2)
+    for number, hours in enumerate((0.0, 0.6, 1.2, 1.3)):
+        now[0] = hours * HOUR
+        limit.add(number)
+        assert (limit.exceeded("it") is not None) == (number == 3)  # the first is forgotten at the third
+    limit.forgive({2})
+    assert limit.exceeded("it") is None
+
+
+def test_replaced_processes_are_attended_to_while_work_goes_on() -> None:
+    async def main() -> None:
+        before, returned, seen = asyncio.all_tasks(), asyncio.Event(), []
+        work: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def act() -> None:
+            seen.append(len(seen))
+            if len(seen) == 2:
+                work.set_result("done")
+
+        async def come_back() -> None:
+            for _ in range(2):
+                await asyncio.sleep(0.01)
+                returned.set()
+
+        back = asyncio.ensure_future(come_back())
+        assert await attended(work, returned, act) == "done" and seen == [0, 1]
+        await back
+        returned.set()
+        failing = asyncio.ensure_future(attended(asyncio.sleep(60), returned, lambda: 1 / 0))  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            await failing
+        await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == before  # the work was cancelled
+
+    run(main())
+
+
+def test_no_batch_runs_beside_an_exclusive_block() -> None:
+    async def main() -> None:
+        batches, running, seen = Batches(), 0, []
+
+        async def batch() -> None:
+            nonlocal running
+            async with batches.one():
+                running += 1
+                await asyncio.sleep(0)
+                seen.append(running)
+                running -= 1
+
+        async def alone() -> None:
+            async with batches.none():
+                assert not running
+                await asyncio.sleep(0)
+                assert not running
+
+        await asyncio.gather(*[work() for _ in range(9) for work in (batch, alone, batch)])
+        assert max(seen) > 1  # batches run beside each other
+
+    run(main())
+
+
+def test_engines_lack_weights_after_they_were_replaced() -> None:
+    """A transfer goes to those that run; a replaced engine gets weights again."""
+
+    class Engines(ActorGroup):
+        gone = False
+        lives = 0
+
+        def is_up(self, actor: int) -> bool:
+            return not (actor == 1 and self.gone)
+
+        def life(self, actor: int) -> int:
+            return self.lives if actor == 1 else 0
+
+    engines = Engines([object() for _ in range(3)])  # type: ignore[misc]
+    sync = SharedMemorySync(ActorGroup([]), engines, "fp32")
+    assert sync.lacking() == [0, 1, 2]
+    engines.gone = True
+    there = sync._receivers(only_lacking=False)
+    assert [one.number for one in there] == [0, 2]
+    sync._note(there)
+    assert sync.lacking() == []
+    engines.gone, engines.lives = False, 1
+    assert sync.lacking() == [1] == [one.number for one in sync._receivers(only_lacking=True)]
