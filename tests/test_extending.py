@@ -91,7 +91,7 @@ def test_parts_in_the_package(copy: Path) -> None:
     program = """
 import json, torch
 from roll_opd.objective.registry import advantage, policy_loss
-from roll_opd.objective.advantages.batch import RewardBatch
+from roll_opd.objective.advantages.reward_normalisation import RewardBatch
 from roll_opd.objective.losses.batch import LossBatch
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.interface import RewardSample

@@ -16,7 +16,7 @@ from roll_opd.base.failures import (
     shortened,
 )
 from roll_opd.base.terminal import echo
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.models.model_info import ModelFilesError
 from roll_opd.objective.registry import AlgorithmError
 from roll_opd.pipelines.checkpoints import CheckpointError

@@ -41,7 +41,7 @@ def drawn_ids(found: Evidence, count: int) -> list[str] | str:
 
     If the data is not that of the run, or if it cannot be opened, the reason is returned.
     """
-    from roll_opd.data.rows import DataError
+    from roll_opd.data.row_formats import DataError
     from roll_opd.models.model_info import ModelFilesError
 
     saved: dict[str, Any] | None = next(iter(found.sources.values()), None)

@@ -31,7 +31,7 @@ from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan, Layout
 from roll_opd.data.files import open_file
-from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.row_formats import BadRow, DataError
 from roll_opd.models.layouts import check_layout
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model, whole_model
 from roll_opd.models.supported import unsupported

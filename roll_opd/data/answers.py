@@ -16,7 +16,7 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.data_checks import NOT_LEARNED
 from roll_opd.data.messages import loss_mark, unread_marks, without_marks
-from roll_opd.data.rows import (
+from roll_opd.data.row_formats import (
     EMPTY,
     WRONG_TYPE,
     BadRow,

@@ -15,7 +15,7 @@ import numpy as np
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import RewardPlan, TeacherPlan
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 
 if TYPE_CHECKING:
     from roll_opd.data.dataset import PromptSet

@@ -27,7 +27,7 @@ from roll_opd.data.data_checks import (
 )
 from roll_opd.data.files import RowFile, open_file
 from roll_opd.data.messages import MARKS, SPANS
-from roll_opd.data.rows import PROMPT_COLUMNS, BadRow, DataError, Row
+from roll_opd.data.row_formats import PROMPT_COLUMNS, BadRow, DataError, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts, names_in
 from roll_opd.data.template_check import TEXT_WITH_CALLS
 from roll_opd.data.templates import TEMPLATES, PromptText

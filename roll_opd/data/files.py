@@ -25,9 +25,9 @@ from roll_opd.base.failures import os_sentence
 from roll_opd.base.hub import HubError, hub_name
 from roll_opd.base.paths import PathError, candidates, find_path, is_hidden, places, regular_file
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.formats import SAVED, JsonArrayFile, is_array, is_parquet, refusal, saved
+from roll_opd.data.file_types import SAVED, JsonArrayFile, is_array, is_parquet, refusal, saved
 from roll_opd.data.named_sets import DataPart, named_files
-from roll_opd.data.rows import NOT_JSON, BadRow, DataError, tag_of
+from roll_opd.data.row_formats import NOT_JSON, BadRow, DataError, tag_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # suffixes of row files in a directory
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # files of a directory that describe a data set

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.data.files import open_file
-from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.row_formats import BadRow, DataError
 
 ANSWER_MARK = "####"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 from roll_opd.data.dataset import Prompt, PromptSet
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 
 if TYPE_CHECKING:
     from roll_opd.data.teacher_files import ScoredSet

@@ -15,7 +15,7 @@ import numpy as np
 
 from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import ContextPlan
-from roll_opd.data.rows import BadRow, Row, is_missing, number_text
+from roll_opd.data.row_formats import BadRow, Row, is_missing, number_text
 from roll_opd.data.templates import PromptText, load_tokenizer, render_prompt, tokenize
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_opd.base.entry_points import entries, load
-from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.row_formats import BadRow, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa

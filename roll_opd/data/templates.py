@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from roll_opd.base.frozen import thaw
 from roll_opd.base.installed import GENERIC_TOKENIZERS
 from roll_opd.data.messages import tool_name
-from roll_opd.data.rows import DataError, Row
+from roll_opd.data.row_formats import DataError, Row
 from roll_opd.data.template_check import TemplateOmission, check_answer, render_complete
 
 if TYPE_CHECKING:

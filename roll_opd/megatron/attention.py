@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.flash_kernels import flash_attention, uses_flash_attention
 from roll_opd.megatron.packing import PackedSequences
-from roll_opd.models.families.family import Pieces
+from roll_opd.models.families.family_definition import Pieces
 from roll_opd.models.memory import CHUNK_BYTES
 
 Seen = Callable[[slice], Tensor]  # slice of queries -> mask of the keys that they see, bool [B or 1, 1, C, L]

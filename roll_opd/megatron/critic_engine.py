@@ -24,7 +24,7 @@ from roll_opd.megatron.optimizer import MegatronLearner
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.weight_files import VALUE_HEAD
-from roll_opd.objective.token_advantages import clipped_values, value_loss
+from roll_opd.objective.returns_and_gae import clipped_values, value_loss
 from roll_opd.samples.micro_batches import TrainResult
 from roll_opd.samples.sample import Sample
 

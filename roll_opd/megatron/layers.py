@@ -38,7 +38,7 @@ from roll_opd.megatron.local_layers import (
     query_key_norm,
 )
 from roll_opd.megatron.router import PackedRouter
-from roll_opd.models.families.family import DELTA
+from roll_opd.models.families.family_definition import DELTA
 
 TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: local layers even if it is installed
 

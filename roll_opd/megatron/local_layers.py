@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from roll_opd.megatron.packing import PackedSequences
 from roll_opd.megatron.rotary import rotary_kinds
-from roll_opd.models.families.family import Pieces
+from roll_opd.models.families.family_definition import Pieces
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):

@@ -45,7 +45,7 @@ from roll_opd.megatron.weights.model_weights import ModelWeights
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.models.families import FAMILIES
-from roll_opd.models.families.family import Pieces
+from roll_opd.models.families.family_definition import Pieces
 from roll_opd.models.families.qwen_hybrid import delta_sizes
 from roll_opd.models.model_files import decoder_prefix
 from roll_opd.models.model_info import EXPERT_COUNTS, layers_with_experts, read_model

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from roll_opd.models.families.family import Pieces
+from roll_opd.models.families.family_definition import Pieces
 
 # frequencies of a pack -> its cosines and signed sines
 _CACHE: Any = WeakTensorKeyDictionary()

@@ -15,7 +15,7 @@ from roll_opd.base import hub
 from roll_opd.base.failures import os_sentence
 from roll_opd.base.paths import PathError, find_path, places
 from roll_opd.models.families import FAMILIES
-from roll_opd.models.families.family import positions
+from roll_opd.models.families.family_definition import positions
 from roll_opd.models.families.qwen_hybrid import DELTA_KEYS, DeltaSizes, delta_layers
 from roll_opd.models.hub_models import has_weights, local_model, whole
 from roll_opd.models.model_files import MULTIMODAL, decoder_config, is_kept, stored_tensors, weight_files

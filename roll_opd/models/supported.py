@@ -12,7 +12,7 @@ from typing import Any
 
 from roll_opd.config.plan import MegatronPlan, TrainPlan
 from roll_opd.models.families import FAMILIES
-from roll_opd.models.families.family import WINDOWED, Family
+from roll_opd.models.families.family_definition import WINDOWED, Family
 from roll_opd.models.model_files import decoder_config
 from roll_opd.models.model_info import RUN, read_json
 

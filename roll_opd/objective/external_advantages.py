@@ -19,10 +19,10 @@ from torch import Tensor
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.objective.advantages.batch import Normalised, RewardBatch, run_members
+from roll_opd.objective.advantages.reward_normalisation import Normalised, RewardBatch, run_members
 from roll_opd.objective.reference_kl import by_domain, kl_coefs, reference_kl
 from roll_opd.objective.registry import ADVANTAGES, Advantage, advantage
-from roll_opd.objective.token_advantages import clipped, last_action, on_last_action, token_advantages
+from roll_opd.objective.returns_and_gae import clipped, last_action, on_last_action, token_advantages
 from roll_opd.samples.sample import Sample, changed, end_to_end, picked
 
 

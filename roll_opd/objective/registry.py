@@ -18,7 +18,7 @@ from roll_opd.base.registry import NoFacts, Registry, argument_problems
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roll_opd.objective.advantages.batch import Normalised
+    from roll_opd.objective.advantages.reward_normalisation import Normalised
 
 PolicyLoss = Callable[..., "Tensor"]  # (LossBatch, *, arguments) -> [M]
 Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, arguments) -> Normalised

@@ -52,7 +52,7 @@ from torch import Tensor
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.losses.batch import sequence_numbers
 from roll_opd.objective.registry import AlgorithmError, opd_advantage, register_opd_advantage
-from roll_opd.objective.token_advantages import clipped, discounted_to_go
+from roll_opd.objective.returns_and_gae import clipped, discounted_to_go
 from roll_opd.samples.sample import CHUNKS
 
 STALE_LIMIT = 20.0  # largest importance weight of a stale token

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.entry_points import entries
 from roll_opd.base.terminal import warn
-from roll_opd.cluster.losses import Loss
+from roll_opd.cluster.lost_processes import Loss
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import TaskSource
 from roll_opd.data.templates import load_tokenizer

@@ -21,7 +21,7 @@ from roll_opd.weight_sync.send_weights import receivers_of, stream
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic
 from roll_opd.workers.model_worker import ACTOR_METRICS
-from roll_opd.workers.renewal import attended, started_again
+from roll_opd.workers.process_replacement import attended, started_again
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.student import Student

@@ -22,7 +22,7 @@ from roll_opd.base.failures import RunError, SkippedUpdates, os_sentence, place_
 from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.config.schema.key_types import NotNegative
 from roll_opd.data.dataset import Prompt
-from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.row_formats import BadRow, DataError
 from roll_opd.data.usable_rows import encode, render_row
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.corrections import check_staleness

@@ -19,7 +19,7 @@ from roll_opd.config.plan import DataPlan, ObjectivePlan, RolloutPlan, RunPlan, 
 from roll_opd.config.schema import DistillationKeys, GeneratingArgs, ReinforcementKeys, keys_of
 from roll_opd.config.schema.key_types import Many, NotNegative
 from roll_opd.data.dataset import Prompt
-from roll_opd.data.rows import BadRow, Row, parse_row, with_system_prompt
+from roll_opd.data.row_formats import BadRow, Row, parse_row, with_system_prompt
 from roll_opd.models.model_info import read_model
 from roll_opd.objective.aggregation import MODES
 from roll_opd.objective.algorithms import (

@@ -21,7 +21,7 @@ from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_wa
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.files import whole_steps
 from roll_opd.data.prompt_source import MixedSource, PromptSource, TaskSource
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.data.teacher_files import ScoredSet, open_teacher_files
 from roll_opd.data.teacher_scores import Expected
 from roll_opd.data.templates import load_tokenizer, set_chat_variables, set_date, writes_date

@@ -37,7 +37,7 @@ from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic, CriticWorker
 from roll_opd.workers.group import ActorGroup, WorkerGroup
 from roll_opd.workers.model_worker import FollowingWorker, LogprobWorker
-from roll_opd.workers.renewal import Renewal
+from roll_opd.workers.process_replacement import Renewal
 from roll_opd.workers.reward_pool import RewardPool, RewardWorker
 from roll_opd.workers.sampler import RolloutWorker, Sampler
 from roll_opd.workers.student import Student, TrainWorker
@@ -134,7 +134,7 @@ async def start_sampler(
         written = {**_environment(plan), **rollout.env}
         env = {**written, "ROLL_OPD_DIE_WITH_PARENT": "1", **forkserver_start.variables(ENGINES, written)}
         options = placement.options(devices, rollout.devices, env)
-        actors.append(actor_class.options(max_restarts=-1, **options).remote())  # see `workers.renewal`
+        actors.append(actor_class.options(max_restarts=-1, **options).remote())  # see `workers.process_replacement`
     engines = turns.join(rollout.name, ActorGroup(actors, names))
     kinds, sleeps = backends or [SHARED_MEMORY] * rollout.engines, turns.takes_turns(rollout.name)
 

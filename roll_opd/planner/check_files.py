@@ -10,7 +10,7 @@ from pathlib import Path
 from roll_opd.base.paths import expanded, find_path
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import Run, Top, Worker, changed
-from roll_opd.data.rows import Row
+from roll_opd.data.row_formats import Row
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights

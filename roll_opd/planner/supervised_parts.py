@@ -18,7 +18,7 @@ from roll_opd.config.schema import (
     unread,
 )
 from roll_opd.data.files import count_rows, whole_steps
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.objective.registry import POLICY_LOSSES, AlgorithmError

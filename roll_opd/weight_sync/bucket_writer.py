@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.cluster.losses import NotSetUp
+from roll_opd.cluster.lost_processes import NotSetUp
 from roll_opd.models.device_phases import NOTHING, WEIGHTS, needs
 from roll_opd.samples.weight_bucket import BucketMemory, Description
 

@@ -23,7 +23,7 @@ import ray
 
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
-from roll_opd.cluster.losses import Losses
+from roll_opd.cluster.lost_processes import Losses
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, process_died
@@ -33,7 +33,7 @@ from roll_opd.samples.micro_batches import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.transport import Compact
 from roll_opd.workers.liveness import LIVES, UNKNOWN, Life, ended_of_ray, is_death, last_words, starts_of
-from roll_opd.workers.renewal import MAX_DEATHS, POLL_S, Renewal
+from roll_opd.workers.process_replacement import MAX_DEATHS, POLL_S, Renewal
 from roll_opd.workers.target_refs import bundles_of, references
 
 T = TypeVar("T")
@@ -274,7 +274,7 @@ class WorkerGroup(ActorGroup):
         for rank, device in enumerate(plan.devices):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(len(plan.devices)), "LOCAL_RANK": "0"}
             options = placement.options((device,), plan.devices, {**env, **variables})
-            ranks.append(actor.options(max_restarts=-1, **options).remote())  # see `workers.renewal`
+            ranks.append(actor.options(max_restarts=-1, **options).remote())  # see `workers.process_replacement`
         where = [f"{plan.name}, rank {rank} ({placement.where(device)})," for rank, device in enumerate(plan.devices)]
         super().__init__(ranks, where)
 

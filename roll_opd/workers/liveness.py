@@ -19,7 +19,7 @@ import ray
 from ray._private.state import actors
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from roll_opd.cluster.losses import NotServing, NotSetUp
+from roll_opd.cluster.lost_processes import NotServing, NotSetUp
 from roll_opd.cluster.runtime import ended_processes
 from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
 

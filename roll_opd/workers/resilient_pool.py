@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
-from roll_opd.cluster.losses import LossLimit
+from roll_opd.cluster.lost_processes import LossLimit
 from roll_opd.workers.batched_calls import Answers
 from roll_opd.workers.outage import Outage, Problem
 

@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.losses import NotServing
+from roll_opd.cluster.lost_processes import NotServing
 from roll_opd.cluster.startup_progress import ProcessDied
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
@@ -25,7 +25,7 @@ from roll_opd.weight_sync.send_weights import WeightSync
 from roll_opd.workers.batched_calls import BatchedCalls, coalesced
 from roll_opd.workers.group import ActorGroup, actor
 from roll_opd.workers.liveness import beat_while, is_loss
-from roll_opd.workers.renewal import MAX_DEATHS, attended
+from roll_opd.workers.process_replacement import MAX_DEATHS, attended
 
 T = TypeVar("T")
 RETRY_S = 0.5  # seconds between two rounds of attempts over all engines

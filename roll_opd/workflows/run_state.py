@@ -17,7 +17,7 @@ import numpy as np
 from roll_opd.base.frozen import FrozenDict, freeze
 from roll_opd.config.plan import ContextPlan, SamplingPlan
 from roll_opd.data.prompt_source import Prompt, derived_seed
-from roll_opd.data.rows import BadRow, Row
+from roll_opd.data.row_formats import BadRow, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts
 from roll_opd.workflows.call_tree import Call, CallTree
 from roll_opd.workflows.workflow_experience import Experience

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from roll_opd.base.registry import Part, Registry
-from roll_opd.data.rows import is_missing
+from roll_opd.data.row_formats import is_missing
 from roll_opd.workflows.model_wrapper import ModelWrapper
 from roll_opd.workflows.workflow_checks import advice, flag
 from roll_opd.workflows.workflow_experience import Experience, WorkflowError

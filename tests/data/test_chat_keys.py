@@ -12,7 +12,7 @@ from data_assets import write
 from roll_opd.config.plan import ContextPlan, DataPlan
 from roll_opd.data import templates
 from roll_opd.data.dataset import open_prompts
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.data.templates import load_plain_tokenizer, load_tokenizer
 
 CHAT = (

@@ -20,7 +20,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.data.data_checks import TagRows, check_coverage, unused_warnings
 from roll_opd.data.dataset import open_prompts
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 
 WORKER = MegatronPlan("teacher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
 TEACHER = TeacherPlan("t", WORKER, 1.0, tags=("math", "code"))

@@ -17,7 +17,7 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.data_checks import NOT_ENCODABLE, TOO_LONG
 from roll_opd.data.dataset import open_prompts, short_names
-from roll_opd.data.rows import DataError, Row
+from roll_opd.data.row_formats import DataError, Row
 from roll_opd.data.templates import BASE, TEMPLATES, load_tokenizer, render_prompt, tokenize
 from roll_opd.data.usable_rows import repeated
 

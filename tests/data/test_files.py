@@ -12,7 +12,7 @@ from data_assets import write
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.files import ROWS_SCANNED, count_rows, find_files, first_tags, open_file
-from roll_opd.data.rows import DEFAULT_TAG, DataError
+from roll_opd.data.row_formats import DEFAULT_TAG, DataError
 
 
 def write_tags(path: Path, *tags: str | None) -> Path:

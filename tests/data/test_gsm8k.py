@@ -10,7 +10,7 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.files import open_file
 from roll_opd.data.gsm8k import final_answer, main
-from roll_opd.data.rows import DataError, parse_row
+from roll_opd.data.row_formats import DataError, parse_row
 
 EXAMPLES = [
     {"question": "How many?", "answer": "It is 2*3 = <<2*3=6>>6.\n#### 6"},

@@ -15,7 +15,7 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.dataset import Prompt, open_prompts
 from roll_opd.data.prompt_source import DrawOrder, MixedSource, PromptSource
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 
 NewSource = Callable[..., PromptSource]
 

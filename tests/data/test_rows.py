@@ -19,7 +19,7 @@ from roll_opd.data.answers import parse_answered
 from roll_opd.data.data_checks import FILES_NAMED, NOT_ENCODABLE, DataReport
 from roll_opd.data.dataset import Prompt, open_prompts
 from roll_opd.data.files import open_file
-from roll_opd.data.rows import (
+from roll_opd.data.row_formats import (
     EMPTY,
     NO_PROMPT,
     NOT_AN_OBJECT,

@@ -16,7 +16,7 @@ from data_assets import write
 from roll_opd.config.plan import ContextPlan, DataPlan
 from roll_opd.data import templates
 from roll_opd.data.dataset import open_prompts
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.data.templates import load_tokenizer
 
 MOMENT = datetime(2026, 2, 28, 23, 59, 58)

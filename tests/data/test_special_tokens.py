@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.data.rows import Row
+from roll_opd.data.row_formats import Row
 from roll_opd.data.templates import (
     TEMPLATES,
     added_bos,

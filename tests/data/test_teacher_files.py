@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.data.teacher_files import ROWS_OF_A_PART, TeacherWriter, facts_of, open_teacher_files
 from roll_opd.data.teacher_scores import Expected, TeacherScores, narrowed, problem
 from roll_opd.data.templates import load_tokenizer

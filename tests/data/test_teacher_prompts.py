@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.config.plan import ContextPlan, DataPlan
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.prompt_source import PromptSource
-from roll_opd.data.rows import BadRow, DataError, Row, parse_row
+from roll_opd.data.row_formats import BadRow, DataError, Row, parse_row
 from roll_opd.data.teacher_prompts import names_in, read_row
 
 ASKED = {"id": "a", "messages": [{"role": "user", "content": "2+2"}], "ground_truth": 4, "steps": ["2", {"and": 2}]}

@@ -11,7 +11,7 @@ from data_assets import write
 
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.dataset import open_prompts
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extras.trinity.workflows.single_turn import SimpleWorkflow
 from roll_opd.workflows.workflow_interface import FormatConfig, Task

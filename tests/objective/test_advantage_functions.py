@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from roll_opd.objective.advantages.advantage_functions import grpo
-from roll_opd.objective.advantages.batch import RewardBatch
+from roll_opd.objective.advantages.reward_normalisation import RewardBatch
 from roll_opd.objective.registry import ADVANTAGES as REGISTRY
-from roll_opd.objective.token_advantages import token_advantages
+from roll_opd.objective.returns_and_gae import token_advantages
 from tests.each import each
 
 ADVANTAGES = {name: REGISTRY.find(name) for name in REGISTRY.builtin}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roll_opd.objective.aggregation import MODES, token_weights
+from roll_opd.objective.returns_and_gae import discounted_to_go
 from roll_opd.objective.reverse_kl import weighted_reverse_kl
-from roll_opd.objective.token_advantages import discounted_to_go
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.objective.token_advantages import discounted_to_go, gae, value_loss
+from roll_opd.objective.returns_and_gae import discounted_to_go, gae, value_loss
 
 LENGTHS = (7, 1, 0, 5, 1, 12)
 

@@ -13,7 +13,7 @@ import torch
 
 from roll_opd.base.entry_points import entries
 from roll_opd.base.registry import Registry, defaults
-from roll_opd.objective.advantages.batch import Normalised, RewardBatch
+from roll_opd.objective.advantages.reward_normalisation import Normalised, RewardBatch
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, algorithm
 from roll_opd.objective.divergences import DIVERGENCES
 from roll_opd.objective.losses.batch import LossBatch

@@ -10,10 +10,10 @@ import torch
 from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.objective.advantages.batch import normalised_rewards
+from roll_opd.objective.advantages.reward_normalisation import normalised_rewards
 from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.external_advantages import external_advantages, token_level_rewards
-from roll_opd.objective.token_advantages import clipped, on_last_action, token_advantages, whitening
+from roll_opd.objective.returns_and_gae import clipped, on_last_action, token_advantages, whitening
 from roll_opd.samples.sample import Sample, as_columns, teacher_columns
 from roll_opd.tracking.step_metrics import advantage_metrics
 

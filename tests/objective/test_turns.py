@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.objective.token_advantages import discounted_to_go, turns_to_go
+from roll_opd.objective.returns_and_gae import discounted_to_go, turns_to_go
 from tests.each import each
 
 

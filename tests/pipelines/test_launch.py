@@ -7,7 +7,7 @@ import pytest
 from roll_opd.base.failures import ConfigError, RunError
 from roll_opd.commands.exit_codes import exit_code
 from roll_opd.commands.main import main
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.pipelines.checkpoints import CheckpointError
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
-from roll_opd.data.rows import Row
+from roll_opd.data.row_formats import Row
 from roll_opd.data.templates import load_tokenizer, render_prompt, tokenize
 from roll_opd.models.token_bytes import ByteEncoder
 from roll_opd.samples.alignment import NO_CHUNK

@@ -13,7 +13,7 @@ from roll_opd.base.terminal import echo
 from roll_opd.commands.main import Command
 from roll_opd.config.plan import ModelPlan, SamplingPlan
 from roll_opd.data.files import find_files, open_file
-from roll_opd.data.rows import BadRow, DataError, Row, parse_row, with_system_prompt
+from roll_opd.data.row_formats import BadRow, DataError, Row, parse_row, with_system_prompt
 from roll_opd.extras.after_run.finished_model import (
     FinishedModel,
     NotUsable,

@@ -17,7 +17,7 @@ from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import PASSED, derived_seed
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 
 SEED_LIMIT = 2**31  # seeds of games are smaller
 MACHINE_KEYS = ("step_timeout", "max_env_step_concurrent")  # keys of an environment that do not change the games

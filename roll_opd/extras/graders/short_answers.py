@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from roll_opd.data.rows import number_text
+from roll_opd.data.row_formats import number_text
 
 MAX_MARKS = 50  # number of last announcements that are searched; a text with more repeats itself
 REACH = 300  # characters searched after a mark or in a last line

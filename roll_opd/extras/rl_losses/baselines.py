@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from roll_opd.objective.advantages.batch import STD_FLOOR, Normalised, RewardBatch, group_members
+from roll_opd.objective.advantages.reward_normalisation import STD_FLOOR, Normalised, RewardBatch, group_members
 from roll_opd.objective.registry import register_advantage
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from roll_opd.objective.advantages.batch import (
+from roll_opd.objective.advantages.reward_normalisation import (
     STD_FLOOR,
     Level,
     Normalised,

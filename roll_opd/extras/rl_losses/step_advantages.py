@@ -3,7 +3,7 @@
 import torch
 
 from roll_opd.objective.advantages.advantage_functions import grpo
-from roll_opd.objective.advantages.batch import (
+from roll_opd.objective.advantages.reward_normalisation import (
     Level,
     Normalised,
     RewardBatch,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.row_formats import BadRow, DataError
 from roll_opd.data.teacher_scores import INCONSISTENT, FileFormat, TeacherScores, lists, scores_of
 from roll_opd.extras.teacher_formats.packed_logprobs import (
     LogprobPacking,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.row_formats import BadRow, DataError
 from roll_opd.data.teacher_scores import INCONSISTENT, FileFormat, TeacherScores, lists, scores_of
 from roll_opd.data.templates import token_ids
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from roll_opd.models.families.family import Slicing
+from roll_opd.models.families.family_definition import Slicing
 from roll_opd.models.families.qwen_hybrid import DeltaSizes
 
 

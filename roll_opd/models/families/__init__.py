@@ -1,4 +1,4 @@
-"""Decoder families, one file per group of families (see `family.Family`).
+"""Decoder families, one file per group of families (see `family_definition.Family`).
 
 A family has tensor names, layer variants and config.json keys.
 """
@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 
-from roll_opd.models.families.family import Family
+from roll_opd.models.families.family_definition import Family
 
 
 def _families() -> Iterator[Family]:

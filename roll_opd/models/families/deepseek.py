@@ -2,7 +2,15 @@
 
 from collections.abc import Iterator
 
-from roll_opd.models.families.family import EXPERT_BIAS, EXPERTS, LLAMA, Config, Family, layer, shared_experts
+from roll_opd.models.families.family_definition import (
+    EXPERT_BIAS,
+    EXPERTS,
+    LLAMA,
+    Config,
+    Family,
+    layer,
+    shared_experts,
+)
 
 LATENT = {name: entry for name, entry in LLAMA.items() if "linear_qkv" not in name} | {
     "self_attention.linear_q_proj.weight": layer("rows", "self_attn.q_proj.weight"),

@@ -5,7 +5,7 @@ part of each head is rotated. In dense models the two elements of a rotated pair
 """
 
 from roll_opd.models.families.deepseek import single_biased_expert
-from roll_opd.models.families.family import (
+from roll_opd.models.families.family_definition import (
     EXPERT_BIAS,
     EXPERTS,
     FUSED_GATE_UP,

@@ -6,7 +6,7 @@
 - SmolLM3: some layers have no rotation
 """
 
-from roll_opd.models.families.family import (
+from roll_opd.models.families.family_definition import (
     FUSED_GATE_UP,
     FUSED_QKV,
     LLAMA,

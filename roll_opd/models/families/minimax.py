@@ -1,7 +1,7 @@
 """MiniMax-M2: norms over all heads, rotation of half of each head, and DeepSeek-V3's routers without groups."""
 
 from roll_opd.models.families.deepseek import single_biased_expert
-from roll_opd.models.families.family import LLAMA, Config, Family, Pieces, experts, layer, rotated_share
+from roll_opd.models.families.family_definition import LLAMA, Config, Family, Pieces, experts, layer, rotated_share
 
 _BLOCK = "block_sparse_moe"
 EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", f"{_BLOCK}.e_score_correction_bias")}

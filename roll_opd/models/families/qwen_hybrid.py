@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from roll_opd.models.families.family import DELTA, EXPERTS, LLAMA, Config, Family, Pieces, layer, rotated_share
+from roll_opd.models.families.family_definition import (
+    DELTA,
+    EXPERTS,
+    LLAMA,
+    Config,
+    Family,
+    Pieces,
+    layer,
+    rotated_share,
+)
 from roll_opd.models.families.qwen import SHARED_EXPERT, single_expert
 
 LINEAR = "linear_attention"  # value in `layer_types` of config.json

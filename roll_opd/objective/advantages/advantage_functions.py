@@ -1,9 +1,9 @@
-"""Advantages of the core: GRPO, and REINFORCE and its relatives, which have no baseline. Legend: see `batch`."""
+"""Advantages of the core: GRPO, and REINFORCE and its relatives without a baseline. Legend: `reward_normalisation`."""
 
 import torch
 from torch import Tensor
 
-from roll_opd.objective.advantages.batch import (
+from roll_opd.objective.advantages.reward_normalisation import (
     Level,
     Normalised,
     RewardBatch,

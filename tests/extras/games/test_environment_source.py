@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.extras.games.task_source import EnvironmentSource, held_out_tasks, rules_of
 
 SHARES = {"lake": 3, "boxes": 1}

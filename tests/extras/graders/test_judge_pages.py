@@ -10,7 +10,7 @@ import pytest
 import yaml
 from scripted_server import ScriptedServer, scored
 
-from roll_opd.data.rows import parse_row
+from roll_opd.data.row_formats import parse_row
 from roll_opd.extras.graders.judge_prompts import JUDGE_PROMPTS, check_template, filled
 from roll_opd.extras.graders.rewards.llm_judge import LLMJudge
 from roll_opd.rewards.builtin.remote import Remote, as_json, read_rewards

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_opd.data.rows import parse_row
+from roll_opd.data.row_formats import parse_row
 from roll_opd.rewards.interface import RewardSample, read_scores
 from roll_opd.rewards.reward_registry import resolve, reward_arguments
 

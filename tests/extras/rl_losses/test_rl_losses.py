@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roll_opd.extras.rl_losses.mixed_losses import chord_mu
-from roll_opd.objective.advantages.batch import RewardBatch
+from roll_opd.objective.advantages.reward_normalisation import RewardBatch
 from roll_opd.objective.losses.batch import LossBatch, beyond_bounds
 from roll_opd.objective.registry import ADVANTAGES, POLICY_LOSSES
 

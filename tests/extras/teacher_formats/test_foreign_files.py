@@ -12,7 +12,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 from roll_opd.data.teacher_files import FileFacts, facts_of, open_teacher_files
 from roll_opd.data.teacher_scores import Expected
 from roll_opd.data.templates import load_tokenizer

@@ -6,7 +6,7 @@ The answer is scored by the configuration's `rewards` or by the reward function 
 from dataclasses import asdict
 from typing import Any
 
-from roll_opd.data.rows import BadRow, parse_messages
+from roll_opd.data.row_formats import BadRow, parse_messages
 from roll_opd.data.template_check import omission
 from roll_opd.extras.trinity.workflows.reward_functions import MathRewardFn, accuracy
 from roll_opd.workflows.workflow_experience import Experience

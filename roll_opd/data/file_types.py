@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_opd.data.rows import DataError
+from roll_opd.data.row_formats import DataError
 
 FIRST_BYTES = 2**20  # bytes that are read to detect the format
 BOM = b"\xef\xbb\xbf"

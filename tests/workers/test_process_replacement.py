@@ -13,13 +13,13 @@ import ray
 
 from roll_opd.base.failures import RunError
 from roll_opd.cluster import runtime
-from roll_opd.cluster.losses import HOUR, Loss, Losses, LossLimit
+from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit
 from roll_opd.cluster.startup_progress import ProcessDied
 from roll_opd.weight_sync.send_weights import SharedMemorySync
 from roll_opd.workers import liveness
 from roll_opd.workers.group import ActorGroup, Batches
 from roll_opd.workers.liveness import watched
-from roll_opd.workers.renewal import Renewal, attended
+from roll_opd.workers.process_replacement import Renewal, attended
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,7 @@ def test_too_many_losses_end_the_run() -> None:
 
 def test_losses_count_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("roll_opd.cluster.losses.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("roll_opd.cluster.lost_processes.time.monotonic", lambda: now[0])
     limit = LossLimit("role", 2)
     for number, hours in enumerate((0.0, 0.6, 1.2, 1.3)):
         now[0] = hours * HOUR

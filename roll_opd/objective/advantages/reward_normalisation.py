@@ -1,7 +1,7 @@
 """Interface of advantage functions (`RewardBatch` -> `Normalised`), and shared normalisation.
 
 An advantage function is `f(batch, *, arguments) -> Normalised`. It computes (R - mean) / scale for each sample, with
-the mean and the scale of the sample's group or of the batch. `token_advantages` then computes the advantages of tokens.
+the mean and the scale of the sample's group or of the batch. `returns_and_gae` then computes the advantages of tokens.
 
 The standard deviation is unbiased unless stated otherwise. If a group or batch has only one sample, the reward of this
 sample is not changed.

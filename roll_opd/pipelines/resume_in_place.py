@@ -10,12 +10,12 @@ import time
 from collections.abc import Awaitable, Callable
 
 from roll_opd.base.command_line import SESSION_SOCKET
-from roll_opd.cluster.losses import Loss
+from roll_opd.cluster.lost_processes import Loss
 from roll_opd.cluster.startup_progress import ProcessDied
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.workers.liveness import LIVES
-from roll_opd.workers.renewal import MAX_DEATHS
+from roll_opd.workers.process_replacement import MAX_DEATHS
 
 
 class Revival:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.losses import Loss, Losses
+from roll_opd.cluster.lost_processes import Loss, Losses
 from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.cluster.startup_progress import ClusterError, ProcessDied
 from roll_opd.workers.liveness import LIVES, starts_of
