@@ -27,6 +27,10 @@ class ProcessDied(ClusterError):
     """A process of a role has ended. The message includes the process, its device and, if known, the cause."""
 
 
+class RayLost(ClusterError):
+    """A process of Ray has ended, which ends the processes of all roles."""
+
+
 def process_died(who: str, error: ray.exceptions.RayError, last_words: str = "") -> ProcessDied:
     """Return the error for a process that has ended. `last_words` is the cause that it has stated itself, if any."""
     cause = getattr(error, "cause", None)

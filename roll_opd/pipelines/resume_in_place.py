@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from roll_opd.base.command_line import SESSION_SOCKET
 from roll_opd.cluster.lost_processes import Loss
@@ -78,7 +79,8 @@ class Revival:
             if any(life.told > life.restarts for life in LIVES.values()):  # else it has started again meanwhile
                 self._fail(ProcessDied(message))
 
-        self._loop.call_soon_threadsafe(fail)
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(fail)
 
     def _fail(self, error: Exception) -> None:
         if not self._failed.done():

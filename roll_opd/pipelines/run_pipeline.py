@@ -21,7 +21,7 @@ from roll_opd.cluster.lost_processes import Losses
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import watchdog
-from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartupProgress
+from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, RayLost, StartupProgress
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.row_formats import DataError
 from roll_opd.pipelines.check_user_code import loop_of
@@ -129,7 +129,7 @@ def _run(
         raise ending.interrupted() from None
     except SkippedUpdates as error:
         raise RunError(f"{error}: {logger.skipped(error.samples)}") from error
-    except ProcessDied as error:
+    except (ProcessDied, RayLost) as error:
         raise _full(error, directory, ending) or RunError(f"{error}{ending.how_to_go_on()}") from error
     except (ClusterError, DataError) as error:
         raise _full(error, directory, ending) or RunError(str(error)) from error

@@ -26,7 +26,7 @@ from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
 from roll_opd.cluster.lost_processes import Losses
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import WAITS
-from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, process_died
+from roll_opd.cluster.startup_progress import ProcessDied, RayLost, process_died
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.models.device_phases import Kind, declare
 from roll_opd.samples.micro_batches import Packing, ShardedBatch, shard_batch
@@ -103,6 +103,12 @@ class ActorGroup:
         """Start to replace an actor that was lost in its given life, unless another process does this."""
         if self.renewals and self.renewals[actor].life == life:
             self.renewals[actor].begin(why)
+
+    def stop_renewals(self) -> None:
+        """Replace lost processes no longer, because the processes end."""
+        for renewal in self.renewals:
+            renewal.end()
+        self.renewals = ()
 
     def split(self, place: int) -> tuple[Self, Self]:
         """Return two groups: the actors before index `place`, and the other actors."""
@@ -209,13 +215,14 @@ class ActorGroup:
             if not (self.names and is_death(error)):
                 raise
             if of_ray := ended_of_ray():  # it ends the processes of all roles
-                raise ClusterError(of_ray) from error
+                raise RayLost(of_ray) from error
             raise process_died(self.names[actor], error, last_words(self.actors[actor])) from error
 
     def end(self) -> None:
         """Kill all actors. They are killed without a request to exit, because an exit takes seconds."""
         if not self._has_adapter:
             return
+        self.stop_renewals()
         for actor in self.actors:
             LIVES.pop(actor, None)
             ray.kill(actor)

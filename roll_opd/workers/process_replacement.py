@@ -8,6 +8,7 @@ run.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -15,11 +16,12 @@ import ray
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.lost_processes import Loss, Losses
 from roll_opd.cluster.stall_watchdog import WAITS
-from roll_opd.cluster.startup_progress import ClusterError, ProcessDied
+from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.workers.liveness import LIVES, starts_of
 
 MAX_DEATHS = 3  # losses during one call, or attempts of one renewal, after which the run ends
 POLL_S = 0.2
+RETRY_S = 5.0  # seconds after a failed start
 
 T = TypeVar("T")
 
@@ -95,7 +97,8 @@ class Renewal:
             if any(LIVES[handle].told > LIVES[handle].restarts for handle in self._handles if handle in LIVES):
                 self.begin(message)
 
-        self._loop.call_soon_threadsafe(begin)
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(begin)
 
     async def _renew(self, why: str) -> None:
         began = time.monotonic()
@@ -106,9 +109,10 @@ class Renewal:
                     await started_again(self._handles)
                     await self._setup()
                 break
-            except (ProcessDied, ClusterError, ray.exceptions.RayActorError) as error:
+            except (ClusterError, ray.exceptions.RayError) as error:
                 if attempt == MAX_DEATHS:
                     raise RunError(f"{self.what}: {MAX_DEATHS} new processes failed to start: {error}") from error
+                await asyncio.sleep(RETRY_S)  # the former process may still hold device memory
         self.life += 1
         self._losses.record(Loss(self.what, why, time.monotonic() - began, "replaced"))
 

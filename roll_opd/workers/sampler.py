@@ -144,8 +144,7 @@ class Sampler:
 
     async def end(self) -> None:
         """Stop the engines and their processes."""
-        for renewal in self.engines.renewals:
-            renewal.end()
+        self.engines.stop_renewals()
         await self._ask_all("close")
         self.engines.end()  # killed: external resources are released, and a regular exit takes seconds
 
