@@ -147,7 +147,7 @@ def late():
     found = {name for _, name in imported("roll_opd.inference.x", tmp_path / "x.py")}
     assert found == {
         *("os", "ray.util", "typing", "torch", "megatron.core"),
-        *("roll_opd.config.plan", "roll_opd.inference.vllm_engine", "roll_opd.data.row_formats"),
+        *("roll_opd.config.plan", "roll_opd.inference.vllm_engine", "roll_opd.data.rows"),
     }
 
 

@@ -1,4 +1,7 @@
-"""Lost processes of a run: their limit per role and hour, and their record."""
+"""Lost processes of a run: the errors that report them, their limit per role and hour, and their record.
+
+Does not import Ray, because `roll-opd plan` reads the errors.
+"""
 
 import time
 from collections.abc import Callable
@@ -7,6 +10,18 @@ from dataclasses import dataclass
 from roll_opd.base.failures import RunError
 
 HOUR = 3600.0
+
+
+class ClusterError(RuntimeError):
+    """The cluster is too small, or a part of the run does not start. The message includes the remedy."""
+
+
+class ProcessDied(ClusterError):
+    """A process of a role has ended. The message includes the process, its device and, if known, the cause."""
+
+
+class RayLost(ClusterError):
+    """A process of Ray has ended, which ends the processes of all roles."""
 
 
 class NotSetUp(RuntimeError):

@@ -16,11 +16,12 @@ from ray._private.parameter import RayParams
 
 from roll_opd.base.failures import DEBUG, RunError
 from roll_opd.cluster.forkserver.lean_ray import lean
+from roll_opd.cluster.lost_processes import ClusterError
 from roll_opd.cluster.multihost.host_facts import count_gpus
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import prepare_environment, run_temp_directory, use_interface_of
-from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
+from roll_opd.cluster.startup_progress import StartupProgress
 
 SLOT = "roll_opd_slot"  # resource name of a device on a machine without GPUs
 MAX_JOIN_S = 3600.0  # seconds for a host to start its Ray node

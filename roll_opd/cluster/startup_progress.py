@@ -13,22 +13,11 @@ from typing import TypeVar
 import ray
 
 from roll_opd.base.failures import DEBUG, last_raised, shortened
+from roll_opd.cluster.lost_processes import ClusterError, ProcessDied
 
 T = TypeVar("T")
 STATUS_INTERVAL_S = 10.0
 MAX_REASON_LINES = 3
-
-
-class ClusterError(RuntimeError):
-    """The cluster is too small, or a part of the run does not start. The message includes the remedy."""
-
-
-class ProcessDied(ClusterError):
-    """A process of a role has ended. The message includes the process, its device and, if known, the cause."""
-
-
-class RayLost(ClusterError):
-    """A process of Ray has ended, which ends the processes of all roles."""
 
 
 def process_died(who: str, error: ray.exceptions.RayError, last_words: str = "") -> ProcessDied:

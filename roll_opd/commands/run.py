@@ -39,10 +39,10 @@ from roll_opd.base.installed import refuse_shadowing_files
 from roll_opd.base.paths import report_temp_directory, use_cache_of_compilers
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server, wanted_by
+from roll_opd.cluster.lost_processes import ClusterError
 from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError, forget, launched
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
 from roll_opd.cluster.multihost.multihost_worker import serve
-from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.commands.exit_codes import exit_code
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
 from roll_opd.config.plan import RunPlan

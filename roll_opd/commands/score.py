@@ -21,13 +21,13 @@ from roll_opd.base.failures import os_sentence
 from roll_opd.base.hub import title_of
 from roll_opd.base.paths import PathError, regular_file
 from roll_opd.base.terminal import echo
+from roll_opd.cluster.lost_processes import ClusterError
 from roll_opd.cluster.multihost import torch_ranks
 from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError, forget, launched
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
 from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import run_temp_directory
-from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan, Layout
 from roll_opd.data.files import open_file

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.failures import full_disk
 from roll_opd.base.paths import content
-from roll_opd.cluster.startup_progress import ProcessDied
+from roll_opd.cluster.lost_processes import ProcessDied
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.pipelines.settings_history import History

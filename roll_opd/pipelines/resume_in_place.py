@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from roll_opd.base.command_line import SESSION_SOCKET
-from roll_opd.cluster.lost_processes import Loss
-from roll_opd.cluster.startup_progress import ProcessDied
+from roll_opd.cluster.lost_processes import Loss, ProcessDied
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.workers.liveness import LIVES

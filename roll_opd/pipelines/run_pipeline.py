@@ -17,11 +17,11 @@ from pathlib import Path
 from roll_opd.base.command_line import write_run_directory
 from roll_opd.base.failures import ConfigError, DiskFull, RunError, SkippedUpdates, full_disk, os_sentence
 from roll_opd.cluster import runtime
-from roll_opd.cluster.lost_processes import Losses
+from roll_opd.cluster.lost_processes import ClusterError, Losses, ProcessDied, RayLost
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import watchdog
-from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, RayLost, StartupProgress
+from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.row_formats import DataError
 from roll_opd.pipelines.check_user_code import loop_of

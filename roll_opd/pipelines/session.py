@@ -19,7 +19,7 @@ import ray
 
 from roll_opd.base.command_line import SESSION_INTERRUPT, SESSION_SOCKET
 from roll_opd.base.failures import RunError, SkippedUpdates, os_sentence, place_of, shortened
-from roll_opd.cluster.startup_progress import ClusterError
+from roll_opd.cluster.lost_processes import ClusterError
 from roll_opd.config.schema.key_types import NotNegative
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.row_formats import BadRow, DataError

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import ray
 
-from roll_opd.cluster.startup_progress import ProcessDied, process_died
+from roll_opd.cluster.lost_processes import ProcessDied
+from roll_opd.cluster.startup_progress import process_died
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.workers.group import ActorGroup
 

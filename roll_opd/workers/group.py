@@ -23,10 +23,10 @@ import ray
 
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
-from roll_opd.cluster.lost_processes import Losses
+from roll_opd.cluster.lost_processes import Losses, ProcessDied, RayLost
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import WAITS
-from roll_opd.cluster.startup_progress import ProcessDied, RayLost, process_died
+from roll_opd.cluster.startup_progress import process_died
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.models.device_phases import Kind, declare
 from roll_opd.samples.micro_batches import Packing, ShardedBatch, shard_batch
@@ -42,7 +42,7 @@ Reference = ray.ObjectRef  # reference to a value in the object store, fetched o
 Turn = Callable[[str], AbstractAsyncContextManager[None]]  # from a method's name to the context of its calls
 
 DEATH_GRACE_S = 12.0  # seconds from a lost connection to a dead process until Ray reports the death
-LOST_PEER = re.compile("connection|peer|gloo|nccl|timed out", re.IGNORECASE)  # in errors of collectives
+LOST_PEER = re.compile("connection|peer|gloo|remote|timed out", re.IGNORECASE)  # in errors of collectives
 
 
 def actor(kind: Kind) -> Callable[[type], Any]:

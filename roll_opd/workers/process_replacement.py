@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.lost_processes import Loss, Losses
+from roll_opd.cluster.lost_processes import ClusterError, Loss, Losses
 from roll_opd.cluster.stall_watchdog import WAITS
-from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.workers.liveness import LIVES, starts_of
 
 MAX_DEATHS = 3  # losses during one call, or attempts of one renewal, after which the run ends

@@ -11,8 +11,7 @@ import numpy as np
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.lost_processes import NotServing
-from roll_opd.cluster.startup_progress import ProcessDied
+from roll_opd.cluster.lost_processes import NotServing, ProcessDied
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.vllm_requests import Completion

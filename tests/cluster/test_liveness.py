@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from roll_opd.cluster import runtime
-from roll_opd.cluster.startup_progress import ProcessDied
+from roll_opd.cluster.lost_processes import ProcessDied
 from roll_opd.workers.group import ActorGroup
 from roll_opd.workers.liveness import watched
 

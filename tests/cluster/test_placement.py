@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from roll_opd.cluster.lost_processes import ClusterError
 from roll_opd.cluster.placement import Device, Placement, node_order
-from roll_opd.cluster.startup_progress import ClusterError
 
 NOBODY: Any = None  # no placement group is asked
 

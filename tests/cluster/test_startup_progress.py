@@ -9,7 +9,8 @@ import pytest
 import ray
 
 from roll_opd.cluster import startup_progress
-from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
+from roll_opd.cluster.lost_processes import ClusterError
+from roll_opd.cluster.startup_progress import StartupProgress
 
 
 def test_awaited_parts_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:

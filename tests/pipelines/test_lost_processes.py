@@ -1,6 +1,6 @@
 """Kills of a model's processes in a run that goes on: each prompt is trained once, with the same bits.
 
-    .venv/bin/python tests/pipelines/test_lost_processes.py [--kills 50] [--steps 3] [--record FILE]
+    .venv/bin/python tests/pipelines/test_lost_processes.py [--kills 50] [--steps 4] [--record FILE]
 
 kills engines, their cores, ranks of teachers and of the student, at random moments of several kinds of runs, some by
 SIGSTOP. Each run is compared with one without kills. `--steps` is the number of steps per kill. The record has, for
@@ -18,9 +18,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import runs
 from runs import RLVR, Run
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 VICTIMS = {
     "engine": "ray::RolloutWorker",
-    "core": "VLLM::EngineCore",
+    "core": "",
     "teacher": "ray::LogprobWorker",
     "student": "ray::TrainWorker",
 }
@@ -59,6 +61,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "ahead, one engine": AHEAD,
 }
 HUNG_S = 12
+CORE = "VLLM::EngineCore"
 
 
 class Killer:
@@ -72,7 +75,7 @@ class Killer:
         self._plan()
 
     def _plan(self) -> None:
-        self._after, self._due = self._steps + self._rng.randint(1, 2), self._rng.random() * 1.5
+        self._after, self._due = self._steps + self._rng.randint(1, 2), self._rng.random()
 
     def __call__(self) -> bool:
         now, steps = time.monotonic(), max((row["step"] for row in self._logged()), default=0)
@@ -85,7 +88,7 @@ class Killer:
         if steps != self._steps:
             self._steps, self._at = steps, now
         waits = self._struck or not self._left or steps < self._after or now < self._at + self._due
-        if not waits and (victims := runs.of_run(self._out, VICTIMS[self._left[0].removesuffix(" hangs")])):
+        if not waits and (victims := self._victims(self._left[0].removesuffix(" hangs"))):
             name = self._left.pop(0)
             number = signal.SIGSTOP if name.endswith("hangs") else signal.SIGKILL
             os.kill(self._rng.choice(victims).pid, number)
@@ -93,6 +96,15 @@ class Killer:
             self._struck = True
             self._plan()
         return False  # the driver stays
+
+    def _victims(self, name: str) -> list[psutil.Process]:
+        if name != "core":
+            return runs.of_run(self._out, VICTIMS[name])
+        found = []  # its title has overwritten its environment
+        for engine in runs.of_run(self._out, VICTIMS["engine"]):
+            with suppress(psutil.Error):
+                found += [each for each in engine.children(recursive=True) if CORE in " ".join(each.cmdline())]
+        return found
 
     def _logged(self) -> list[dict]:
         return [row for file in self._out.glob("demo/latest/ledger.jsonl") for row in read_jsonl(file)]
@@ -105,15 +117,19 @@ def launched(out: Path, kind: str, steps: int, **more: Any) -> Run:
     return runs.launch(out, *settings, launcher=launcher, config=config, **more)
 
 
-def survived(place: Path, kind: str, victims: Sequence[str], steps: int, seed: int, unbroken: Run) -> dict[str, Any]:
-    """Run with kills, and compare with the run without them; return the record."""
+def survived(
+    place: Path, kind: str, victims: Sequence[str], steps: int, seed: int, unbroken: Run | None = None
+) -> dict[str, Any]:
+    """Run with kills, and compare with the run without them, if it is given; return the record."""
     killer = Killer(place, random.Random(seed), victims)
     run = launched(place, kind, steps, kill_when=killer)
     assert run.code == 0, run.output[-6000:]
     counts, errors = audit(run.path)
-    assert errors == [] and equal_steps(run.path, unbroken.path) == steps
-    weights = f"checkpoints/step_{steps}/hf/model.safetensors"
-    assert (run.path / weights).read_bytes() == (unbroken.path / weights).read_bytes()
+    assert errors == [] and counts["steps"] == steps
+    if unbroken:
+        assert equal_steps(run.path, unbroken.path) == steps
+        weights = f"checkpoints/step_{steps}/hf/model.safetensors"
+        assert (run.path / weights).read_bytes() == (unbroken.path / weights).read_bytes()
     losses = run.rows("losses.jsonl")
     assert counts["lost processes"] == len(losses) >= len(killer.done) == len(victims)
     for each in killer.done:
@@ -124,28 +140,28 @@ def survived(place: Path, kind: str, victims: Sequence[str], steps: int, seed: i
         "losses": [{key: row[key] for key in ("what", "remedy", "seconds")} for row in losses],
         "median step, s": round(statistics.median(killer.step_seconds or [0.0]), 2),
         "seconds": round(run.seconds, 1),
-        "seconds of the unbroken run": round(unbroken.seconds, 1),
+        "seconds of the unbroken run": round(unbroken.seconds, 1) if unbroken else None,
     }
 
 
 def test_a_run_survives_its_engines_teachers_and_student(tmp_path: Path) -> None:
-    unbroken = launched(tmp_path / "unbroken", "in turns", 9)
-    record = survived(tmp_path / "killed", "in turns", ("engine", "teacher", "student"), 9, 1, unbroken)
+    """The nightly test compares such runs with runs without kills."""
+    record = survived(tmp_path / "killed", "in turns", ("engine", "teacher", "student"), 14, 1)
     assert [each["lost"] for each in record["kills"]] == ["engine", "teacher", "student"]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in turns"])
-def test_every_kind_of_run_survives(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_survives_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     victims = ("core", "student", "teacher", "engine hangs")
-    unbroken = launched(tmp_path / "unbroken", kind, 4 * len(victims))
-    survived(tmp_path / "killed", kind, victims, 4 * len(victims), 2, unbroken)
+    steps = 4 + 4 * len(victims)
+    survived(tmp_path / "killed", kind, victims, steps, 2, launched(tmp_path / "unbroken", kind, steps))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=3, help="steps per kill")
+    parser.add_argument("--steps", type=int, default=4, help="steps per kill")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", type=Path, help="JSON file for the record")
     options = parser.parse_args(arguments)

@@ -13,8 +13,7 @@ import ray
 
 from roll_opd.base.failures import RunError
 from roll_opd.cluster import runtime
-from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit
-from roll_opd.cluster.startup_progress import ProcessDied
+from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit, ProcessDied
 from roll_opd.weight_sync.send_weights import SharedMemorySync
 from roll_opd.workers import liveness
 from roll_opd.workers.group import ActorGroup, Batches

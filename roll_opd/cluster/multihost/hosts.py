@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.base import hub
+from roll_opd.cluster.lost_processes import ClusterError
 from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError
 from roll_opd.cluster.ray_environment import token_variables
-from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
+from roll_opd.cluster.startup_progress import StartupProgress
 
 HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_TIMEOUT_S = 40.0
