@@ -115,6 +115,7 @@ def test_only_right_answers_count(opd, tokenizer, prompts):
     assert opd.accuracy(tokenizer, prompts, rollout) == 0.5
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_script_lowers_the_reverse_kl_without_ray_vllm_or_megatron():
     command = [sys.executable, "-c", WATCHED, str(SCRIPT), "--steps", str(STEPS)]

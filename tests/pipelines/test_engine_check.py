@@ -41,6 +41,7 @@ def samples_with(monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> None:
     monkeypatch.setattr(distill, "rollouts_of", rollouts_of)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("config", "overrides"),
     [

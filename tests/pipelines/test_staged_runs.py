@@ -124,6 +124,7 @@ def test_distillation_brings_the_student_closer(stage: Stage, objective: str) ->
         assert losses[0] == pytest.approx(rows[0]["opd/reverse_kl/mean"], abs=5 * spread)
 
 
+@pytest.mark.nightly
 def test_a_kl_coefficient_that_adapts_and_a_correction(stage: Stage) -> None:
     """Both on record, step by step and after a resume; arXiv 1909.08593 for the coefficient."""
     token_level = ("add_token_level_kl=true", "init_kl_coef=0.05", "target_kl=0.01", "kl_horizon=640")

@@ -165,7 +165,11 @@ def test_a_sample_that_its_reward_cannot_judge(start, loop, on_error: str, is_le
     ("worker", "kinds"),
     [
         ("troubled", {"exit": "SystemExit", "empty": "StopIteration"}),
-        ("leaves_early", {"exit": "SystemExit", "cancel": "CancelledError", "stay": "timeout"}),
+        pytest.param(
+            "leaves_early",
+            {"exit": "SystemExit", "cancel": "CancelledError", "stay": "timeout"},
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_what_would_end_an_event_loop_ends_a_sample_alone(start, loop, worker: str, kinds: dict[str, str]) -> None:

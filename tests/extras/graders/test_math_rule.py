@@ -56,6 +56,7 @@ def test_answers_that_equal_a_gold_answer_and_answers_that_do_not() -> None:
     assert_verdicts(table)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_sample_of_the_answers_that_equal_a_gold_answer_and_of_those_that_do_not() -> None:
     """A fortieth, by a hash of the pair: the same on every day and machine."""
