@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "ahead, one engine": AHEAD,
 }
 HUNG_S = 12
-CORE = "VLLM::EngineCore"
 
 
 class Killer:
@@ -100,11 +98,13 @@ class Killer:
     def _victims(self, name: str) -> list[psutil.Process]:
         if name != "core":
             return runs.of_run(self._out, VICTIMS[name])
-        found = []  # its title has overwritten its environment
-        for engine in runs.of_run(self._out, VICTIMS["engine"]):
-            with suppress(psutil.Error):
-                found += [each for each in engine.children(recursive=True) if CORE in " ".join(each.cmdline())]
-        return found
+        engines = runs.of_run(self._out, VICTIMS["engine"])
+        try:  # cores are forks without a title of the server that has forked the engines
+            server = engines[0].parent() if engines else None
+            forks = server.children() if server else []
+            return [each for each in forks if server and each.cmdline() == server.cmdline() and not each.children()]
+        except psutil.Error:
+            return []
 
     def _logged(self) -> list[dict]:
         return [row for file in self._out.glob("demo/latest/ledger.jsonl") for row in read_jsonl(file)]
