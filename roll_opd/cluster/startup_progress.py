@@ -13,7 +13,7 @@ from typing import TypeVar
 import ray
 
 from roll_opd.base.failures import DEBUG, last_raised, shortened
-from roll_opd.cluster.lost_processes import ClusterError, ProcessDied
+from roll_opd.cluster.lost_processes import ClusterError, NotSetUp, ProcessDied
 
 T = TypeVar("T")
 STATUS_INTERVAL_S = 10.0
@@ -23,7 +23,10 @@ MAX_REASON_LINES = 3
 def process_died(who: str, error: ray.exceptions.RayError, last_words: str = "") -> ProcessDied:
     """Return the error for a process that has ended. `last_words` is the cause that it has stated itself, if any."""
     cause = getattr(error, "cause", None)
-    detail = _detail(error) if cause is None else str(cause) or "its engine core has ended"
+    if isinstance(cause, NotSetUp):
+        detail = str(cause)
+    else:  # vLLM's error of a dead engine core
+        detail = _detail(error) if cause is None else "its engine core has ended"
     return ProcessDied(f"{who} has died: {last_words or detail}")
 
 
