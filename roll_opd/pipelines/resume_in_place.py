@@ -23,7 +23,7 @@ class Revival:
 
     def __init__(self, run: Run) -> None:
         self._run, self._loop = run, asyncio.get_running_loop()
-        self._failed: asyncio.Future[None] = self._loop.create_future()  # raises the error that ends the loop
+        self._failed = self._new_failure()
         self._in_vain, self._furthest = 0, -1
         run.placement.losses.fail = self._fail
 
@@ -53,7 +53,7 @@ class Revival:
         run.placement.losses.add("the trained models", str(died))
         run.logger.note(f"{died}; the trained models start again")
         await run.placement.starting.of("the trained models", workers.start_again())
-        self._failed = self._loop.create_future()  # without the losses that the start itself has made
+        self._failed = self._new_failure()  # without the losses that the start itself has made
         self._run = run.rewound()
         done = self._run.steps_done
         remedy = f"started again after step {done}, so {reached - done} steps are repeated"
@@ -72,6 +72,12 @@ class Revival:
             working.result()
         else:
             failed.result()
+
+    def _new_failure(self) -> "asyncio.Future[None]":
+        """Return a future that raises the error that ends the loop."""
+        failure: asyncio.Future[None] = self._loop.create_future()
+        failure.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the loop may fail first
+        return failure
 
     def _lose(self, message: str) -> None:
         def fail() -> None:

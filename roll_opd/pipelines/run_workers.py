@@ -192,7 +192,8 @@ class RunWorkers:
         others = [one.group for one in models if isinstance(one, MegatronScorer)]
         every += [group for group in others if self.turns.takes_turns(group.plan.name)]
         engines = [] if self.sampler.survives_losses else [self.sampler.engines]
-        groups = {group.actors: group for group in reversed([*every, *engines])}  # a model may have several views
+        # a model may have several views, and supervised runs have no engines
+        groups = {group.actors: group for group in reversed([*every, *engines]) if group.actors}
         self.turns.forget()
         await started_again([handle for actors in groups for handle in actors])
         for group in reversed(groups.values()):  # one after another, since one that starts needs its devices for itself

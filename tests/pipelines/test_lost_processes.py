@@ -159,6 +159,27 @@ def test_every_kind_of_run_survives_with_the_same_bits(tmp_path: Path, kind: str
     survived(tmp_path / "killed", kind, victims, steps, 2, launched(tmp_path / "unbroken", kind, steps))
 
 
+@pytest.mark.nightly
+def test_a_supervised_run_continues_after_the_loss_of_its_student(tmp_path: Path) -> None:
+    def trained(out: Path, *, kills: bool) -> Run:
+        def kill() -> bool:
+            steps = [row["step"] for file in out.glob("demo/latest/metrics.jsonl") for row in read_jsonl(file)]
+            if kills and not done and max(steps, default=0) >= 5:
+                done.append(runs.of_run(out, VICTIMS["student"])[0])
+                done[0].kill()
+            return False
+
+        done: list[psutil.Process] = []
+        settings = ("exp_name=demo", "max_steps=12", "save_steps=3", "deterministic=true")
+        return runs.launch(out, *settings, launcher="start_sft_pipeline.py", config=("demo", "sft"), kill_when=kill)
+
+    one, other = (trained(tmp_path / str(kills), kills=kills) for kills in (False, True))
+    assert one.code == other.code == 0, other.output[-4000:]
+    assert len(other.rows("losses.jsonl")) == 1 and [r["step"] for r in other.rows("metrics.jsonl")] == [*range(13)]
+    weights = "checkpoints/step_12/hf/model.safetensors"
+    assert (one.path / weights).read_bytes() == (other.path / weights).read_bytes()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
