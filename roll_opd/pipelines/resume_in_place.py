@@ -81,7 +81,7 @@ class Revival:
 
     def _lose(self, message: str) -> None:
         def fail() -> None:
-            if any(life.told > life.restarts for life in LIVES.values()):  # else it has started again meanwhile
+            if any(life.reported > life.restarts for life in LIVES.values()):  # else it has started again meanwhile
                 self._fail(ProcessDied(message))
 
         with suppress(RuntimeError):  # the loop has ended

@@ -39,7 +39,7 @@ class Life:
     name: str
     lost: Callable[[str], None] | None = None
     restarts: int = 0  # number of Ray's restarts before the process that was set up
-    told: int = 0  # number of restarts that were reported to `lost`
+    reported: int = 0  # number of restarts that were reported to `lost`
     beat: bytes | None = None
     beaten_at: float = 0.0
 
@@ -70,9 +70,9 @@ def lost_actors() -> list[tuple[Life, str]]:
     found = []
     for actor, (state, restarts, cause) in starts_of([*LIVES]).items():
         life = LIVES.get(actor)
-        if life is None or (state != "DEAD" and restarts <= life.told):
+        if life is None or (state != "DEAD" and restarts <= life.reported):
             continue
-        life.told = restarts
+        life.reported = restarts
         found.append((life, f"{life.name} has died: {last_words(actor) or exit_detail(cause) or UNKNOWN}"))
     return found
 

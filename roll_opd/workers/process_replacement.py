@@ -93,7 +93,7 @@ class Renewal:
         """Start the renewal from another thread."""
 
         def begin() -> None:
-            if any(LIVES[handle].told > LIVES[handle].restarts for handle in self._handles if handle in LIVES):
+            if any(LIVES[handle].reported > LIVES[handle].restarts for handle in self._handles if handle in LIVES):
                 self.begin(message)
 
         with suppress(RuntimeError):  # the loop has ended
@@ -143,4 +143,4 @@ async def started_again(handles: list[Any]) -> None:
             break
         await asyncio.sleep(POLL_S)
     for handle, (_, restarts, _) in found.items():
-        LIVES[handle].restarts = LIVES[handle].told = restarts
+        LIVES[handle].restarts = LIVES[handle].reported = restarts
