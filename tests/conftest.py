@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -93,6 +94,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return groups.scheduler(config, log)
+
+
+@pytest.fixture(autouse=True)
+def modules_of_projects(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the modules that a test imported from a user's project, because other projects have the same names."""
+    known = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    places = (tmp_path_factory.getbasetemp(), TESTS.parent / "examples")
+    for name in sys.modules.keys() - known:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and any(Path(file).is_relative_to(place) for place in places):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

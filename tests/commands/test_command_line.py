@@ -9,7 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,14 +151,6 @@ def test_the_package_runs_as_a_module(words: tuple[str, ...], code: int, said: s
 # projects of examples
 
 
-@pytest.fixture
-def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget the modules of a project after a test, which another project has, too."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    sys.modules.pop("my_rewards", None)
-
-
 def test_the_demo_leads_to_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All its configurations can be planned from any directory, with models and rows of the demo's directory."""
     there = tmp_path / "my demo"
@@ -177,7 +169,7 @@ def test_the_demo_leads_to_nothing_outside(tmp_path: Path, monkeypatch: pytest.M
             assert all(Path(path).is_relative_to(there) for path in (*models, *files))
 
 
-def test_each_example_becomes_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> None:
+def test_each_example_becomes_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its launcher runs one of its configurations; a project whose models are shipped can be planned as it is."""
     assert {"start", "demo", "games"} < init_project.EXAMPLES.keys()
     for name, example in init_project.EXAMPLES.items():
@@ -234,7 +226,7 @@ def test_the_page_names_every_command_and_option(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["cli.md", "quickstart.md"])
-def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> None:
+def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has exit code 0; `run` is only planned. tests/pipelines/test_runs.py executes the quickstart's run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["roll-opd"])
@@ -261,7 +253,7 @@ def test_rows_of_the_quickstart_are_the_demos() -> None:
 
 
 @pytest.mark.slow
-def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> None:
+def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's arguments of `roll_opd.run` can be planned; tests/pipelines/test_runs.py trains with them."""
     planned = []
 

@@ -101,7 +101,6 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     parts = [text for text in code if "cubic" in text or '"best_of_batch"' in text]
     (tmp_path / "my_algorithms.py").write_text("\n".join(parts) + "\nNUMBER = 3\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_algorithms", raising=False)
     return "my_algorithms"
 
 

@@ -3,7 +3,6 @@
 import inspect
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ def test_the_file_of_ones_own_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(code.splitlines()) <= 40
     (tmp_path / "my_envs.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_envs", raising=False)
     assert check("my_envs.Echo", {"words": 2}) == []
     assert "known are words, tries" in check("my_envs.Echo", {"colour": 2})[0]
     env = make("my_envs.Echo", words=2)

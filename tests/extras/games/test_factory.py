@@ -50,7 +50,6 @@ number = 3
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "my_envs.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_envs", raising=False)
     return "my_envs"
 
 
