@@ -308,8 +308,10 @@ def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan, sleeps: bool) -
 
 
 async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan, sleeps: bool) -> None:
-    from roll_opd.inference.vllm_engine import PARTS, InferenceEngine
+    from roll_opd.inference.vllm_engine import InferenceEngine
+    from roll_opd.inference.weight_updates import PARTS
     from roll_opd.samples.transport import as_tensor
+    from roll_opd.samples.weight_bucket import BucketMemory
 
     engine = await InferenceEngine.start(
         rollout.model,
@@ -334,9 +336,15 @@ async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan, sleeps: 
         return [done[place] for place in range(len(requests))]
 
     async def load(buckets: list, version: int) -> None:
-        await engine.update_weights(
-            ({name: as_tensor(array) for name, array in bucket.items()} for bucket in buckets), version
-        )
+        await engine.updates.begin(version)
+        memory = BucketMemory()
+        for bucket in buckets:
+            memory.clear()
+            for name, array in bucket.items():
+                memory.add(name, as_tensor(array), engine._llm.vllm_config.model_config.dtype)
+            await engine.updates.load({**memory.describe(), "version": version})
+        await engine.updates.finish()
+        memory.close()
 
     async def ready() -> None:
         return None

@@ -153,7 +153,7 @@ class WeightSyncClient:
     def start_weight_update(self) -> None:
         """Start an update in all engines.
 
-        See `InferenceEngine.begin_update` for what happens to running requests.
+        See `WeightUpdates.begin` for what happens to running requests.
         """
         ray.get([actor.begin_update.remote(self.version) for actor in self._actors])
 

@@ -323,12 +323,12 @@ class RolloutWorker(BucketHost):
     @needs(NOTHING)
     async def weights_version(self) -> int:
         """Return the version of the engine's weights."""
-        return self._serving().weights_version
+        return self._serving().updates.version
 
     @needs(WEIGHTS)
     async def begin_update(self, version: int) -> None:
-        """See `InferenceEngine.begin_update`."""
-        await self._engine.begin_update(version)
+        """See `WeightUpdates.begin`."""
+        await self._engine.updates.begin(version)
 
     @needs(WEIGHTS)
     async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
@@ -337,15 +337,15 @@ class RolloutWorker(BucketHost):
         `last` marks the last part. After the last part, the engine checks that no weight is missing, and resumes its
         requests.
         """
-        await self._engine.load_weights(info)
+        await self._engine.updates.load(info)
         if last:
-            await self._engine.finish_update()
+            await self._engine.updates.finish()
             self._serves = True
 
     @needs(WEIGHTS)
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
         """Connect to the sender of weights."""
-        await self._engine.init_weight_transfer(info)
+        await self._engine.updates.connect(info)
 
     @needs(NOTHING)
     async def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from inference_models import SIZES, Running, buckets_of
+from inference_models import SIZES, Running, buckets_of, update_weights
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -92,10 +92,10 @@ class Emitting(Running):
 
     async def update(self) -> int:
         """Send the weights of the next version; return the version."""
-        version = self.engine.weights_version + 1
+        version = self.engine.updates.version + 1
         new = [
             {name: value_weights(version) if name == V_PROJ else tensor for name, tensor in bucket.items()}
             for bucket in self._buckets
         ]
-        await self.engine.update_weights(new, version)
+        await update_weights(self.engine, new, version)
         return version

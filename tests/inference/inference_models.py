@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from transformers import (
 
 from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.vllm_engine import InferenceEngine
+from roll_opd.samples.weight_bucket import BucketMemory
 
 VOCABULARY = 99  # not a multiple of vLLM's padding
 MAX_MODEL_LEN = 64
@@ -163,6 +164,21 @@ def _by_expert(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
             yield name, tensor
         else:
             yield from ((f"{block}.mlp.experts.{expert}.{part}", each) for expert, each in enumerate(tensor.unbind()))
+
+
+async def update_weights(engine: InferenceEngine, buckets: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
+    """Replace all weights of an engine. Each bucket has Hugging Face tensors by name."""
+    await engine.updates.begin(version)
+    memory, dtype = BucketMemory(), engine._llm.vllm_config.model_config.dtype
+    try:
+        for bucket in buckets:
+            memory.clear()
+            for name, tensor in bucket.items():
+                memory.add(name, tensor, dtype)
+            await engine.updates.load({**memory.describe(), "version": version})
+        await engine.updates.finish()
+    finally:
+        memory.close()
 
 
 def keeping_pause(engine: InferenceEngine) -> Callable[[Any], Awaitable[None]]:

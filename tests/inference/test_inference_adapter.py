@@ -10,11 +10,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from inference_models import Running, hf_logprobs, make_model, running
+from inference_models import Running, hf_logprobs, make_model, running, update_weights
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
 from roll_opd.config.plan import LoraPlan, SamplingPlan
-from roll_opd.inference.vllm_engine import WeightUpdateError
+from roll_opd.inference.weight_updates import WeightUpdateError
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 5, 15.0  # a rank for which vLLM's buffers are too large
@@ -41,7 +41,7 @@ def matrices(model: PeftModel) -> dict[str, torch.Tensor]:
 def send(engine: Running, tensors: dict[str, torch.Tensor], buckets: int = 3) -> None:
     names = list(tensors)
     parts = [{name: tensors[name] for name in names[first::buckets]} for first in range(buckets)]
-    engine.run(engine.engine.update_weights(parts, next(VERSIONS)))
+    engine.run(update_weights(engine.engine, parts, next(VERSIONS)))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_log_probs_are_pefts_after_every_update(engine: Running) -> None:
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             sampled = hf_logprobs(model, [*prompt, *completion.tokens.tolist()], 0.7)[len(prompt) - 1 :]
             np.testing.assert_allclose(completion.logprobs, sampled, atol=2e-5, rtol=0)
-            assert {version for version, _ in completion.versions} == {engine.engine.weights_version}
+            assert {version for version, _ in completion.versions} == {engine.engine.updates.version}
 
 
 @pytest.mark.nightly
@@ -93,7 +93,7 @@ def test_an_incomplete_adapter_fails_the_update(tiny_model_path: str, fault: str
     broken = Running(tiny_model_path, adapter=LoraPlan(LAYERS, RANK, ALPHA))
     buckets = [found, dict([next(iter(found.items()))])] if fault == "twice" else [found]
     with pytest.raises(WeightUpdateError, match="twice" if fault == "twice" else r"layers\.1\.mlp\.up_proj"):
-        broken.run(broken.engine.update_weights(buckets, 1))
+        broken.run(update_weights(broken.engine, buckets, 1))
     broken.close()
 
 

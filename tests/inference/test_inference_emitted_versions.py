@@ -41,7 +41,7 @@ class Client:
         return list(await asyncio.gather(*asked))
 
     async def weights_version(self) -> int:
-        return self._engine.weights_version
+        return self._engine.updates.version
 
 
 def call_of(call: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def emitting(request: pytest.FixtureRequest, tmp_path: Path, warm: None) -> Iter
 def test_each_token_has_the_version_that_it_states(emitting: Emitting) -> None:
     load = Load(emitting, 1)
     emitting.run(asyncio.wait_for(load.run(), 1800))
-    assert emitting.engine.weights_version == UPDATES
+    assert emitting.engine.updates.version == UPDATES
     print(f"{UPDATES} updates, {load.tokens} tokens, {load.split} answers of several versions, {load.turns} turns")
     assert load.tokens > UPDATES and load.turns
     assert bool(load.split) == (emitting.engine._on_update == "continue")
@@ -156,7 +156,7 @@ def test_each_token_has_the_version_that_it_states(emitting: Emitting) -> None:
 def test_kept_values_are_seen(emitting: Emitting, keeps_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an update keeps the cache, an answer that continues states older weights: the control of the test above."""
     if keeps_cache:
-        monkeypatch.setattr(emitting.engine, "_pause", keeping_pause(emitting.engine))
+        monkeypatch.setattr(emitting.engine.updates, "pause", keeping_pause(emitting.engine))
 
     async def interrupted() -> Completion:
         for attempt in range(1, 41):  # until the update is neither before the first token nor after the last one

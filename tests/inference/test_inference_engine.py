@@ -7,7 +7,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 import torch
-from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_model
+from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_model, update_weights
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.vllm_requests import Completion
@@ -18,7 +18,7 @@ PROMPTS = [[5, 6, 7], [50, 40, 30, 20, 10], [3], list(range(2, 42))]
 
 def load(running: Running, seed: int) -> torch.nn.Module:
     model = make_model(seed)
-    running.run(running.engine.update_weights(buckets_of(model), next(VERSIONS)))
+    running.run(update_weights(running.engine, buckets_of(model), next(VERSIONS)))
     return model
 
 
@@ -57,7 +57,7 @@ def test_greedy_takes_the_largest_logit_and_keeps_the_end(shared_engine: Running
     model = load(shared_engine, seed=6)
     with torch.no_grad():  # favour the end token: some answers stop, some run into the limit
         model.lm_head.weight[1] *= 2.0
-    shared_engine.run(shared_engine.engine.update_weights(buckets_of(model), next(VERSIONS)))
+    shared_engine.run(update_weights(shared_engine.engine, buckets_of(model), next(VERSIONS)))
     prompts = [[first, first + 1] for first in range(2, 34)]
     completions = shared_engine.batch(prompts, SamplingPlan(max_new_tokens=12, temperature=0), range(32))
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -104,13 +104,13 @@ def test_a_response_belongs_to_one_version_of_the_weights(shared_engine: Running
     engine = shared_engine.engine
 
     async def overlap() -> list:
-        await engine.update_weights(buckets_of(models[first]), first)
+        await update_weights(engine, buckets_of(models[first]), first)
         updating = None
         found = []
         async for index, completion in engine.generate_batch(prompts, plan, range(48)):
             found.append((prompts[index], completion))
             if updating is None:
-                updating = asyncio.create_task(engine.update_weights(buckets_of(models[second]), second))
+                updating = asyncio.create_task(update_weights(engine, buckets_of(models[second]), second))
         await updating
         async for index, completion in engine.generate_batch(prompts[:2], plan, range(2)):
             found.append((prompts[index], completion))
@@ -129,7 +129,7 @@ def test_a_response_belongs_to_one_version_of_the_weights(shared_engine: Running
 def test_tokens_sampled_before_and_after_an_update_have_its_two_versions(shared_engine: Running) -> None:
     """For requests that continue through the update: first tokens do not have the version of the last tokens."""
     engine, sampling = shared_engine.engine, SamplingPlan(max_new_tokens=50)
-    before = engine.weights_version
+    before = engine.updates.version
 
     async def interrupted(delay: float, after: int) -> list[Completion]:
         async def all_of() -> list[Completion]:
@@ -138,7 +138,7 @@ def test_tokens_sampled_before_and_after_an_update_have_its_two_versions(shared_
         await engine._llm.update_weight_version(str(before))
         running = asyncio.create_task(all_of())
         await asyncio.sleep(delay)
-        await engine._pause("keep")
+        await engine.updates.pause("keep")
         await engine._llm.update_weight_version(str(after))
         await engine._llm.resume_generation()
         return await running
@@ -171,7 +171,7 @@ def test_leaving_a_batch_early_aborts_the_rest(shared_engine: Running) -> None:
 def test_weights_may_come_in_another_precision(shared_engine: Running) -> None:
     model = make_model(7)
     buckets = [{name: weight.bfloat16() for name, weight in bucket.items()} for bucket in buckets_of(model)]
-    shared_engine.run(shared_engine.engine.update_weights(buckets, next(VERSIONS)))
+    shared_engine.run(update_weights(shared_engine.engine, buckets, next(VERSIONS)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inference_models import SIZES, Running, buckets_of, hf_logprobs, make_of, save_model
+from inference_models import SIZES, Running, buckets_of, hf_logprobs, make_of, save_model, update_weights
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -73,7 +73,7 @@ def test_logprobs_are_hugging_faces_before_and_after_new_weights(tmp_path: Path,
     for seed in (0, 1):
         model = make_of(CONFIGS[name](), seed)
         if seed:
-            running.run(running.engine.update_weights(buckets_of(model), version=seed))
+            running.run(update_weights(running.engine, buckets_of(model), version=seed))
         (difference,) = differences(running, [model], seed)
         assert np.abs(difference).max() <= 2e-5
     running.close()
@@ -86,7 +86,7 @@ def test_hybrids_differ_by_the_rounding_of_bf16(tmp_path: Path, warm: None, name
     for seed in (0, 1):
         rounded = make_of(HYBRIDS[name](), seed).bfloat16()
         if seed:
-            running.run(running.engine.update_weights(buckets_of(rounded), version=seed))
+            running.run(update_weights(running.engine, buckets_of(rounded), version=seed))
         exact = make_of(HYBRIDS[name](), seed)
         exact.load_state_dict({key: tensor.float() for key, tensor in rounded.state_dict().items()})
         from_rounded, from_exact = differences(running, [rounded, exact], seed)

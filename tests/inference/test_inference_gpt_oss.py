@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inference_models import Running, buckets_of, hf_logprobs, make_gpt_oss, save_model
+from inference_models import Running, buckets_of, hf_logprobs, make_gpt_oss, save_model, update_weights
 
 from roll_opd.config.plan import SamplingPlan
 
@@ -17,7 +17,7 @@ def test_sinks_windows_and_biased_experts_are_hugging_faces(tmp_path: Path, warm
     for seed in (0, 1):
         model = make_gpt_oss(seed)
         if seed:
-            running.run(running.engine.update_weights(buckets_of(model), version=seed))
+            running.run(update_weights(running.engine, buckets_of(model), version=seed))
         answers = running.batch(prompts, SamplingPlan(max_new_tokens=12), range(len(prompts)))
         for prompt, answer in zip(prompts, answers, strict=True):
             whole = [*prompt, *answer.tokens.tolist()]

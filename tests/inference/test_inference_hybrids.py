@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inference_models import Running, buckets_of, hf_logprobs, make_hybrid, save_model
+from inference_models import Running, buckets_of, hf_logprobs, make_hybrid, save_model, update_weights
 from plan_sources import hybrid_config
 
 from roll_opd.base.torch_imports import IMPORTER, import_without_torchvision
@@ -42,7 +42,7 @@ def test_logprobs_are_as_near_to_exact_ones_as_those_of_transformers(tmp_path: P
     for seed in (0, 1):
         model = make_hybrid(seed)
         if seed:
-            running.run(running.engine.update_weights(buckets_of(model), version=seed))
+            running.run(update_weights(running.engine, buckets_of(model), version=seed))
         answers = running.batch(prompts, SamplingPlan(max_new_tokens=24), range(len(prompts)))
         ours, theirs, spread = [], [], []
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inference_models import Running, buckets_of, hf_logprobs, make_latent, save_model
+from inference_models import Running, buckets_of, hf_logprobs, make_latent, save_model, update_weights
 
 from roll_opd.config.plan import ModelPlan, SamplingPlan
 from roll_opd.inference.engine_arguments import resolve_engine_args
@@ -30,7 +30,7 @@ def test_latent_attention_is_hugging_faces(tmp_path: Path, warm: None) -> None:
         model, chosen = make_latent(seed), []
         model.model.layers[1].mlp.gate.register_forward_hook(lambda gate, inputs, found, to=chosen: to.append(found[2]))
         if seed:
-            running.run(running.engine.update_weights(buckets_of(model), version=seed))
+            running.run(update_weights(running.engine, buckets_of(model), version=seed))
         answers = running.batch(prompts, SamplingPlan(max_new_tokens=12), range(len(prompts)))
         for prompt, answer in zip(prompts, answers, strict=True):
             whole = [*prompt, *answer.tokens.tolist()]

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_mixture, make_model, save_model
+from inference_models import (
+    Running,
+    buckets_of,
+    hf_logits,
+    hf_logprobs,
+    make_mixture,
+    make_model,
+    save_model,
+    update_weights,
+)
 
 from roll_opd.config.plan import SamplingPlan
 
@@ -16,10 +25,10 @@ def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
     tokens = np.random.default_rng(0).integers(2, 99, 60).tolist()
     for seed in (1, 2):
         model = make_model(seed, tied=True)
-        running.run(running.engine.update_weights(buckets_of(model), version=seed))
+        running.run(update_weights(running.engine, buckets_of(model), version=seed))
         found = running.run(running.engine.prompt_logprobs(tokens))
         np.testing.assert_allclose(found, hf_logprobs(model, tokens), atol=1e-5, rtol=0)
-    assert running.engine.weights_version == 2
+    assert running.engine.updates.version == 2
     prompts = [[first, first + 1] for first in range(2, 18)]
     completions = running.batch(prompts, SamplingPlan(max_new_tokens=12, temperature=0), range(16))
     for prompt, completion in zip(prompts, completions, strict=True):  # as one rank answers: test_inference_engine.py
@@ -37,7 +46,7 @@ def test_experts_are_packed_again(tmp_path: Path, warm: None) -> None:
     for seed in (0, 1, 2):
         model = make_mixture(seed)
         if seed:
-            running.run(running.engine.update_weights(buckets_of(model), version=seed))
+            running.run(update_weights(running.engine, buckets_of(model), version=seed))
         found = running.run(running.engine.prompt_logprobs(tokens))
         np.testing.assert_allclose(found, hf_logprobs(model, tokens), atol=1e-5, rtol=0)
     running.close()

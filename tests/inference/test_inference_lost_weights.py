@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, running
+from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, running, update_weights
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.vllm_engine import WeightUpdateError
+from roll_opd.inference.weight_updates import WeightUpdateError
 from roll_opd.samples import weight_bucket
 
 Buckets = list[dict[str, torch.Tensor]]
@@ -24,12 +24,12 @@ def engine(tiny_model_path: str, warm: None) -> Iterator[Running]:
 def refusal_of(engine: Running, buckets: Buckets) -> str:
     with suppress(Exception):  # the update of the test before, where it is still open
         engine.run(engine.engine._llm.finish_weight_update())
-    engine.engine._broken = None
+    engine.engine.updates.broken = None
     with pytest.raises(WeightUpdateError) as refused:
-        engine.run(engine.engine.update_weights(buckets, 1))
+        engine.run(update_weights(engine.engine, buckets, 1))
     with pytest.raises(RuntimeError, match="cannot be used: update to weights version 1 failed"):
         engine.run(engine.engine.generate([2], SamplingPlan(), 0))
-    assert engine.engine.weights_version == 0
+    assert engine.engine.updates.version == 0
     return str(refused.value)
 
 
@@ -65,9 +65,9 @@ def test_a_core_that_dies_in_an_update_raises_engine_dead_error(engine: Running)
     from vllm.v1.engine.exceptions import EngineDeadError  # seconds of imports, in each process that collects this file
 
     (core,) = engine.engine._llm.engine_core.resources.engine_manager.processes
-    engine.engine._broken = None
+    engine.engine.updates.broken = None
     core.kill()
     while not engine.engine._llm.errored:  # vLLM watches it from a thread
         time.sleep(0.01)
     with pytest.raises(EngineDeadError):
-        engine.run(engine.engine.update_weights(buckets_of(make_model(1)), 1))
+        engine.run(update_weights(engine.engine, buckets_of(make_model(1)), 1))

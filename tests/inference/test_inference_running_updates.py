@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inference_models import Running, buckets_of, make_model, running, save_model
+from inference_models import Running, buckets_of, make_model, running, save_model, update_weights
 
 from roll_opd.config.plan import SamplingPlan
 
@@ -39,7 +39,7 @@ async def under_updates(engine: Any, models: list[Any], updates: int, seed: int)
     answering = asyncio.create_task(answer())
     for number in range(updates):
         await asyncio.sleep(0.02 * rng.random())
-        await engine.update_weights(buckets_of(models[number % len(models)]), next(VERSIONS))
+        await update_weights(engine, buckets_of(models[number % len(models)]), next(VERSIONS))
     await answering
     return [found[index] for index in sorted(found)]
 
@@ -48,7 +48,7 @@ def test_interrupted_answers_are_those_of_uninterrupted_ones(updated: tuple[str,
     """With unchanged weights and the same seeds: no token lost or doubled, the same budget and end."""
     mode, engine = updated
     model = make_model(0)
-    engine.run(engine.engine.update_weights(buckets_of(model), next(VERSIONS)))
+    engine.run(update_weights(engine.engine, buckets_of(model), next(VERSIONS)))
     expected = engine.batch(PROMPTS, SAMPLING, list(range(len(PROMPTS))))
     several = 0
     for seed in range(4):
@@ -76,6 +76,6 @@ def test_no_cache_is_left_of_older_weights(updated: tuple[str, Running]) -> None
 
 async def fresh_answers(engine: Any, model: Any) -> list[Any]:
     """Answers after an update in which nothing ran."""
-    await engine.update_weights(buckets_of(model), next(VERSIONS))
+    await update_weights(engine, buckets_of(model), next(VERSIONS))
     found = {i: c async for i, c in engine.generate_batch(PROMPTS[:6], GREEDY, [0] * 6)}
     return [found[index] for index in sorted(found)]

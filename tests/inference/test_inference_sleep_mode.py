@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from inference_models import Running, buckets_of, hf_logprobs, make_model
+from inference_models import Running, buckets_of, hf_logprobs, make_model, update_weights
 
 from roll_opd.config.plan import SamplingPlan
 
@@ -18,7 +18,7 @@ ANSWERS = SamplingPlan(max_new_tokens=4)
 def test_a_sleeping_engine_refuses_requests_until_it_has_weights_and_a_cache(shared_engine: Running) -> None:
     engine, run = shared_engine.engine, shared_engine.run
     tokens = np.random.default_rng(1).integers(2, 99, 30).tolist()
-    run(engine.update_weights(buckets_of(make_model(11)), next(VERSIONS)))
+    run(update_weights(engine, buckets_of(make_model(11)), next(VERSIONS)))
 
     run(engine.sleep(2, "train"))
     run(engine.sleep(2, "train"))  # asleep already
@@ -26,17 +26,17 @@ def test_a_sleeping_engine_refuses_requests_until_it_has_weights_and_a_cache(sha
         with pytest.raises(RuntimeError, match=r"it is asleep \(kv_cache and weights released in the phase train\)"):
             asking()
     with pytest.raises(RuntimeError, match="cannot load weights: it is asleep"):
-        run(engine.update_weights(buckets_of(make_model(12)), next(VERSIONS)))
+        run(update_weights(engine, buckets_of(make_model(12)), next(VERSIONS)))
 
     run(engine.wake_up(["weights"]))
-    run(engine.update_weights(buckets_of(make_model(12)), next(VERSIONS)))
+    run(update_weights(engine, buckets_of(make_model(12)), next(VERSIONS)))
     with pytest.raises(RuntimeError, match=r"it is asleep \(kv_cache released in the phase train\)"):
         shared_engine.batch([tokens], ANSWERS, [0])
     run(engine.sleep(2, "checkpoint"))  # after new weights, and before anything is generated
     with pytest.raises(RuntimeError, match=r"it is asleep \(kv_cache and weights released in the phase checkpoint\)"):
         shared_engine.batch([tokens], ANSWERS, [0])
     run(engine.wake_up(["weights"]))
-    run(engine.update_weights(buckets_of(make_model(12)), next(VERSIONS)))
+    run(update_weights(engine, buckets_of(make_model(12)), next(VERSIONS)))
     run(engine.wake_up(["kv_cache"]))
     found = run(engine.prompt_logprobs(tokens))
     np.testing.assert_allclose(found, hf_logprobs(make_model(12), tokens), atol=1e-5, rtol=0)
@@ -46,7 +46,7 @@ def test_a_sleeping_engine_refuses_requests_until_it_has_weights_and_a_cache(sha
 def test_discarded_weights_must_be_loaded_again(shared_engine: Running) -> None:
     """Only at level 2: level 1 restores them."""
     engine, run = shared_engine.engine, shared_engine.run
-    run(engine.update_weights(buckets_of(make_model(13)), next(VERSIONS)))
+    run(update_weights(engine, buckets_of(make_model(13)), next(VERSIONS)))
     before = run(engine.prompt_logprobs([4, 5, 6, 7]))
     run(engine.sleep(1, "checkpoint"))
     run(engine.wake_up(["weights", "kv_cache"]))
@@ -56,5 +56,5 @@ def test_discarded_weights_must_be_loaded_again(shared_engine: Running) -> None:
     run(engine.wake_up(["kv_cache", "weights"]))
     with pytest.raises(RuntimeError, match="weights were discarded in the phase checkpoint, and no new weights"):
         shared_engine.batch([[4, 5]], ANSWERS, [0])
-    run(engine.update_weights(buckets_of(make_model(13)), next(VERSIONS)))
+    run(update_weights(engine, buckets_of(make_model(13)), next(VERSIONS)))
     np.testing.assert_array_equal(run(engine.prompt_logprobs([4, 5, 6, 7])), before)

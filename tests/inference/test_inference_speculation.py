@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inference_models import Running, buckets_of, hf_logits, make_model, running, save_model
+from inference_models import Running, buckets_of, hf_logits, make_model, running, save_model, update_weights
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.cpu_kernels import expanded, expands_all_types
@@ -152,7 +152,7 @@ def test_samples_are_those_of_the_weights_of_their_versions(speculating: tuple[s
         answering = asyncio.create_task(answer())
         for version in (1, 2, 3):
             await asyncio.sleep(0.1)
-            await engine.engine.update_weights(buckets_of(models[version % 2]), version)
+            await update_weights(engine.engine, buckets_of(models[version % 2]), version)
         await answering
         return [found[index] for index in sorted(found)]
 
@@ -171,7 +171,7 @@ def test_a_draft_model_keeps_its_weights(speculating: tuple[str, Running]) -> No
         pytest.skip("an n-gram has no weights")
     shares = []
     for version, model in ((10, 0), (11, 1), (12, 0)):
-        engine.run(engine.engine.update_weights(buckets_of(make_model(model)), version))
+        engine.run(update_weights(engine.engine, buckets_of(make_model(model)), version))
         engine.engine.take_drafts()
         engine.batch(PROMPTS, GREEDY, SEEDS)
         proposed, accepted = engine.engine.take_drafts()

@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inference_models import Running, buckets_of, hf_logprobs, keeping_pause, make_model, running, save_model
+from inference_models import (
+    Running,
+    buckets_of,
+    hf_logprobs,
+    keeping_pause,
+    make_model,
+    running,
+    save_model,
+    update_weights,
+)
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference import vllm_engine
@@ -97,8 +106,8 @@ def difference(found: list[Completion], wanted: list[Completion]) -> float:
 
 
 def update(engine: Running, seed: int) -> None:
-    version = engine.engine.weights_version + 1
-    engine.run(engine.engine.update_weights(buckets_of(make_model(seed)), version))
+    version = engine.engine.updates.version + 1
+    engine.run(update_weights(engine.engine, buckets_of(make_model(seed)), version))
 
 
 async def load(engine: Any, turns: list[list[int]], updates: int, seed: int) -> list[Completion]:
@@ -113,7 +122,7 @@ async def load(engine: Any, turns: list[list[int]], updates: int, seed: int) -> 
     buckets = [buckets_of(make_model(number)) for number in (2, 1)]
     for number in range(updates):
         await asyncio.sleep(0.3 * rng.random())
-        await engine.update_weights(buckets[number % 2], engine.weights_version + 1)
+        await update_weights(engine, buckets[number % 2], engine.updates.version + 1)
     return await answering
 
 
@@ -161,7 +170,7 @@ def test_an_engine_that_keeps_its_cache_fails_the_comparison(
     wanted = asked.all(turns)
     update(engine, 0)
     asked.all(turns)
-    monkeypatch.setattr(engine.engine, "_pause", keeping_pause(engine.engine))
+    monkeypatch.setattr(engine.engine.updates, "pause", keeping_pause(engine.engine))
     update(engine, 1)
     stale = asked.all(turns)
     assert cached[0] == 2 * CPU_BLOCK

@@ -110,7 +110,7 @@ def test_updates_under_load_lose_and_repeat_no_token(replicas: list[Replica]) ->
         copies += [run(timed(replicas)) for _ in range(IDLE)]
         pauses += run(updated(replicas, UPDATES // ROUNDS, rng))
     for replica in replicas:
-        assert replica.emitting.engine.weights_version == len(copies) + len(pauses)
+        assert replica.emitting.engine.updates.version == len(copies) + len(pauses)
         assert replica.tokens > 10 * UPDATES and replica.split > UPDATES / 10
     step, copy, pause = (median(seconds) for seconds in (steps, copies, pauses))
     ratio = pause / (2 * step + copy)
