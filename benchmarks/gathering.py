@@ -159,7 +159,7 @@ def shards_of(layers: int, hidden: int, width: int, experts: int) -> Iterator[tu
     def shard(names: Sequence[Sequence[str]], slicing: Slicing, *shape: int, is_expert: bool = False) -> Any:
         value = torch.randn(*shape).bfloat16()
         described = shard_class()(
-            tuple(map(tuple, names)), tensor_slices.TENSOR_SLICINGS[slicing], value.shape, value.dtype, is_expert
+            tuple(map(tuple, names)), tensor_slices.SLICINGS[slicing], value.shape, value.dtype, is_expert
         )
         return described, lambda: value
 

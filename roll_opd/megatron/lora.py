@@ -33,7 +33,7 @@ from roll_opd.config.plan import LoraPlan
 from roll_opd.megatron.parallel import tensor_rank
 from roll_opd.megatron.weights.source import TensorSource
 from roll_opd.megatron.weights.sync_plan import ParameterShard, SyncPlan
-from roll_opd.megatron.weights.tensor_slices import Replicated, SliceSizes, Split, TensorSlice
+from roll_opd.megatron.weights.tensor_slices import SLICINGS, SliceSizes, TensorSlice
 from roll_opd.models.adapter_files import module_of, tensor_name
 
 ADAPTER = "lora"  # name of the adapter module in its layer
@@ -96,9 +96,8 @@ class Adapter(torch.nn.Module):
         self._sequence_parallel = self._ranks > 1 and bool(getattr(config, "sequence_parallel", False))
         self._widths = [rows if self._row_parallel else rows // self._ranks for rows, _ in layer.shapes]
         self.pairs = torch.nn.ModuleDict()
-        slicings: tuple[TensorSlice, TensorSlice] = (
-            (Split(1), Replicated()) if self._row_parallel else (Replicated(), Split(0))
-        )
+        whole, rows, columns = SLICINGS["replicated"], SLICINGS["rows"], SLICINGS["columns"]
+        slicings = (columns, whole) if self._row_parallel else (whole, rows)
         self._places = [n for n, name in enumerate(layer.names) if module_name(name) in plan.targets]
         for n in self._places:
             name = layer.names[n]

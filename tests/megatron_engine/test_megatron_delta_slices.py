@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.megatron.weights.source import TensorSource
-from roll_opd.megatron.weights.tensor_slices import DELTA_SLICINGS, SliceSizes
+from roll_opd.megatron.weights.tensor_slices import SLICINGS, SliceSizes
 from roll_opd.models.families.qwen_hybrid import DeltaSizes
 
 DELTA = DeltaSizes(key_heads=4, value_heads=12, key_width=2, value_width=5, taps=3)
@@ -30,9 +30,9 @@ def test_joined_parts_are_the_tensors(name: str, ranks: int) -> None:
     given = tensors(name)
     if name == "delta_channels":
         given = {key: tensor[:, None] for key, tensor in given.items()}
-    parts = [DELTA_SLICINGS[name].read(TensorSource(given), list(given), rank, ranks, SIZES) for rank in range(ranks)]
+    parts = [SLICINGS[name].read(TensorSource(given), list(given), rank, ranks, SIZES) for rank in range(ranks)]
     assert len({part.shape for part in parts}) == 1
-    found = DELTA_SLICINGS[name].join(parts, SIZES)
+    found = SLICINGS[name].join(parts, SIZES)
     assert all(torch.equal(one, other) for one, other in zip(found, given.values(), strict=True))
 
 
@@ -46,7 +46,7 @@ def test_both_layouts_of_the_input_projection_give_the_same_parameter() -> None:
     parts |= {"b": b.flatten(0, 1), "a": a.flatten(0, 1)}
     heads = {"qkvz": torch.cat([q, k, v, z], 1).flatten(0, 1), "ba": torch.cat([b, a], 1).flatten(0, 1)}
     for name, given in (("delta_parts", parts), ("delta_key_heads", heads)):
-        found = DELTA_SLICINGS[name].read(TensorSource(given), list(given), 0, 1, SIZES)
+        found = SLICINGS[name].read(TensorSource(given), list(given), 0, 1, SIZES)
         assert torch.equal(found, wanted)
 
 
@@ -54,4 +54,4 @@ def test_a_config_of_another_release_is_refused() -> None:
     given = tensors("delta_parts")
     given["0"] = given["0"][:-5]
     with pytest.raises(ValueError, match=r"71 rows, but config.json implies 8 \+ 8 \+ 60,"):
-        DELTA_SLICINGS["delta_parts"].read(TensorSource(given), list(given), 0, 1, SIZES)
+        SLICINGS["delta_parts"].read(TensorSource(given), list(given), 0, 1, SIZES)

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 from roll_opd.megatron.model_builder import enabled_attention_backend
 from roll_opd.megatron.weights.model_weights import ENDS, CheckedSource, ModelWeights, is_zeroed
 from roll_opd.megatron.weights.source import TensorSource
-from roll_opd.megatron.weights.tensor_slices import QKV, GateUp, Replicated, SliceSizes, Split, TensorSlice, VocabRows
+from roll_opd.megatron.weights.tensor_slices import SLICINGS, SliceSizes, TensorSlice
 from roll_opd.models.families import FAMILIES
 
 WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCABULARY = 6, 8, 4, 3, 20, 21
@@ -22,13 +22,13 @@ TENSORS = {name: torch.randn(rows, WIDTH) for name, rows in ROWS.items()}
 TENSORS |= {"down": torch.randn(WIDTH, MLP), "norm": torch.randn(WIDTH)}
 TENSORS |= {f"{x}_bias": torch.randn(ROWS[x]) for x in "qkv"}
 CUTS: list[tuple[TensorSlice, tuple[str, ...]]] = [
-    (Replicated(), ("norm",)),
-    (Split(0), ("gate",)),
-    (Split(1), ("down",)),
-    (GateUp(), ("gate", "up")),
-    (QKV(), ("q", "k", "v")),
-    (QKV(), ("q_bias", "k_bias", "v_bias")),
-    (VocabRows(), ("vocab",)),
+    (SLICINGS["replicated"], ("norm",)),
+    (SLICINGS["rows"], ("gate",)),
+    (SLICINGS["columns"], ("down",)),
+    (SLICINGS["gate_up"], ("gate", "up")),
+    (SLICINGS["qkv"], ("q", "k", "v")),
+    (SLICINGS["qkv"], ("q_bias", "k_bias", "v_bias")),
+    (SLICINGS["vocabulary"], ("vocab",)),
 ]
 
 
@@ -53,20 +53,20 @@ def test_query_heads_are_cut_with_their_key_head(ranks: int) -> None:
     wanted = []
     for head in range(KV_HEADS):
         wanted += [q[2 * head], q[2 * head + 1], k[head], v[head]]
-    assert torch.equal(torch.cat(shards(QKV(), ("q", "k", "v"), ranks)), torch.cat(wanted))
+    assert torch.equal(torch.cat(shards(SLICINGS["qkv"], ("q", "k", "v"), ranks)), torch.cat(wanted))
 
 
 def test_gates_and_rows_of_a_rank() -> None:
-    first, second = shards(GateUp(), ("gate", "up"), 2)
+    first, second = shards(SLICINGS["gate_up"], ("gate", "up"), 2)
     gate, up = TENSORS["gate"], TENSORS["up"]
     assert torch.equal(first, torch.cat([gate[:10], up[:10]])) and torch.equal(second, torch.cat([gate[10:], up[10:]]))
-    pieces = shards(VocabRows(), ("vocab",), 4)
+    pieces = shards(SLICINGS["vocabulary"], ("vocab",), 4)
     assert torch.equal(torch.cat(pieces)[:VOCABULARY], TENSORS["vocab"]) and not pieces[-1][3:].any()
 
 
 def test_a_size_that_does_not_divide_is_reported_by_name() -> None:
     with pytest.raises(ValueError, match="gate: dimension 0 of size 20 is not divisible by 3 tensor ranks"):
-        shards(GateUp(), ("gate", "up"), 3)
+        shards(SLICINGS["gate_up"], ("gate", "up"), 3)
 
 
 def test_layers_with_rows_of_zeros_count_as_lost() -> None:
@@ -90,7 +90,7 @@ def test_layers_with_rows_of_zeros_count_as_lost() -> None:
 
 def test_a_vocabulary_of_another_size_is_reported() -> None:
     with pytest.raises(ValueError, match=r"vocab has 21 rows, but vocab_size in config\.json is 20"):
-        VocabRows().read(TensorSource(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
+        SLICINGS["vocabulary"].read(TensorSource(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
 
 
 def test_no_tensor_of_a_family_has_two_places() -> None:

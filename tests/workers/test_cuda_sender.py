@@ -53,13 +53,13 @@ def test_groups_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch, limit: int) -
     from vllm.distributed.weight_transfer.base import layerwise_groups
 
     from roll_opd.megatron.weights import sync_plan
-    from roll_opd.megatron.weights.tensor_slices import Replicated
+    from roll_opd.megatron.weights.tensor_slices import SLICINGS
 
     def shards(*names: str | tuple[str, str]) -> list[sync_plan.ParameterShard]:
         of_ranks = [((name,),) if isinstance(name, str) else tuple((one,) for one in name) for name in names]
         dtypes = [torch.float32 if "router" in str(name) else torch.bfloat16 for name in names]
         return [
-            sync_plan.ParameterShard(of, Replicated(), torch.Size([2, 3]), dtype, len(of) > 1)
+            sync_plan.ParameterShard(of, SLICINGS["replicated"], torch.Size([2, 3]), dtype, len(of) > 1)
             for of, dtype in zip(of_ranks, dtypes, strict=True)
         ]
 

@@ -19,7 +19,7 @@ from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, module_name
 from roll_opd.megatron.parallel import tensor_rank
 from roll_opd.megatron.weights.source import FileSource, TensorSource
 from roll_opd.megatron.weights.sync_plan import ParameterShard, SyncPlan
-from roll_opd.megatron.weights.tensor_slices import DELTA_SLICINGS, TENSOR_SLICINGS, SliceSizes, SliceSource
+from roll_opd.megatron.weights.tensor_slices import SLICINGS, SliceSizes, SliceSource
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family_definition import Entry, layer_entries
 from roll_opd.models.families.qwen_hybrid import delta_sizes
@@ -32,7 +32,6 @@ ENDS = {
     "decoder.final_layernorm.weight": Entry((FINAL_NORM,), "replicated"),
     "value_head.weight": Entry((VALUE_HEAD,), "replicated"),  # only in critics; named as in sequence classifiers
 }
-SLICINGS = {**TENSOR_SLICINGS, **DELTA_SLICINGS}
 SAMPLED_ROWS = 64  # evenly spaced rows of a matrix that are checked for zeros
 IN_DECODER = "decoder.layers."
 EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from roll_opd.megatron.parallel import tensor_rank
-from roll_opd.megatron.weights.tensor_slices import SliceSizes, TensorSlice
+from roll_opd.megatron.weights.tensor_slices import RowSplit, SliceSizes, TensorSlice
 
 CHUNK_BYTES = 256 * 2**20  # most bytes of a gathered chunk, unless a single parameter has more
 BEFORE_LAYERS, AFTER_LAYERS = -1, 2**31  # positions of the groups outside of the layers
@@ -53,12 +53,22 @@ class ParameterShard:
 
 
 @dataclass(frozen=True)
+class Owner:
+    """The ranks that have a tensor: a pipeline stage, or of an expert's tensor, one expert rank of a stage."""
+
+    stage: int
+    expert_rank: int | None
+
+
+@dataclass(frozen=True)
 class FullTensor:
-    """Description of a full Hugging Face tensor."""
+    """Description of a full Hugging Face tensor, and of where its values are."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    owner: "Owner"
+    split: RowSplit  # over the tensor ranks of the owner
 
 
 @dataclass(frozen=True)
@@ -127,14 +137,25 @@ class SyncPlan:
 
     def held_names(self) -> set[str]:
         """Return the names of the tensors that this rank gets with `Receivers.STAGE`."""
-        return {
-            name
-            for group in self._groups
-            for chunk in group
-            if chunk.kind.stage == self._stage
-            for shard in chunk.shards
-            for name in shard.names[_first_expert_rank(chunk.kind, Receivers.STAGE)]
-        }
+        return {name for _, _, names in self._held() for name in names}
+
+    @torch.no_grad()
+    def shares(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, this rank's part) for each tensor that it has a part of, in the order of `groups`.
+
+        The part has the rows of `FullTensor.split`, and may share memory with its parameter. Not collective.
+        """
+        for number, shard, names in self._held():
+            parts = shard.slicing.shares(self._values[number](), *tensor_rank(expert=shard.is_expert), self._sizes)
+            yield from zip(names, parts, strict=True)
+
+    def _held(self) -> Iterator[tuple[int, ParameterShard, tuple[str, ...]]]:
+        """Yield (index, shard, names of its tensors) for each parameter of this rank."""
+        for chunk in chain.from_iterable(self._groups):
+            if chunk.kind.stage == self._stage:
+                first = _first_expert_rank(chunk.kind, Receivers.STAGE)
+                for number, shard in zip(chunk.numbers, chunk.shards, strict=True):
+                    yield number, shard, shard.names[first]
 
     def stacks(self, receivers: Receivers) -> Iterator[Stack]:
         """Yield (names, full tensors) in the order of `groups`. Collective: every rank must iterate to the end.
@@ -160,9 +181,11 @@ class SyncPlan:
         for run, of_ranks in zip(chunk.runs, chunk.names, strict=True):
             parts = [torch.empty(run[0].shape, device="meta")] * ranks
             shapes = [tuple(tensor.shape) for tensor in run[0].slicing.join(parts, self._sizes)]
-            for stacks in of_ranks:
-                for names, shape in zip(stacks, shapes, strict=True):
-                    yield from (FullTensor(name, chunk.kind.dtype, shape) for name in names)
+            splits = run[0].slicing.splits(run[0].shape, ranks, self._sizes)
+            for expert_rank, stacks in enumerate(of_ranks):
+                owner = Owner(chunk.kind.stage, expert_rank if chunk.kind.is_expert else None)
+                for names, shape, split in zip(stacks, shapes, splits, strict=True):
+                    yield from (FullTensor(name, chunk.kind.dtype, shape, owner, split) for name in names)
 
     def _chunks(self, receivers: Receivers) -> Iterator[tuple[int, list[Stack]]]:
         """Yield (index of the group, stacks of a chunk of it). Other ranks than receivers get no stacks."""
@@ -224,7 +247,7 @@ class SyncPlan:
         found: list[Stack] = []
         for run, of_ranks, of_run in zip(chunk.runs, chunk.names, parts, strict=False):
             joined = {
-                first + start // ranks: _join(run[0].slicing, of_run[start : start + ranks], self._sizes)
+                first + start // ranks: run[0].slicing.join(of_run[start : start + ranks], self._sizes, lead=1)
                 for start in range(0, len(of_run), ranks)
             }
             for expert_rank, names in enumerate(of_ranks):
@@ -320,13 +343,6 @@ def _pack(chunk: ShardChunk, values: Sequence[Tensor], packed_N: Tensor) -> None
 def _stacked(values: Sequence[Tensor]) -> Tensor:
     """Return the values stacked, in their own memory if there is only one."""
     return values[0].detach()[None] if len(values) == 1 else torch.stack(list(values))
-
-
-def _join(slicing: TensorSlice, parts: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
-    """Return the full tensors of a run, stacked. `parts`: for each rank, the stacked parts."""
-    if len(parts[0]) == 1:
-        return [tensor[None] for tensor in slicing.join([part[0] for part in parts], sizes)]
-    return list(torch.vmap(lambda *shards: tuple(slicing.join(shards, sizes)))(*parts))
 
 
 def _place(*, is_expert: bool) -> tuple[int, int]:

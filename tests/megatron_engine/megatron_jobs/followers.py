@@ -64,6 +64,24 @@ def check_plan(plan: SyncPlan, whole: Mapping[str, Tensor]) -> None:
         assert calls.total() <= most and calls.keys() <= {"broadcast", "batch_isend_irecv"}, calls
 
 
+def check_shares(plan: SyncPlan, whole: Mapping[str, Tensor]) -> None:
+    """Check that the parts of all ranks, at the described rows, are the full tensors."""
+    described = {tensor.name: tensor for group in plan.groups for tensor in group}
+    numbers = {is_expert: parallel.tensor_rank(expert=is_expert)[0] for is_expert in (False, True)}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (numbers, dict(plan.shares())))
+    rows: dict[str, set[int]] = {name: set() for name in whole}
+    for ranks, shares in everyone:
+        for name, part in shares.items():
+            dim, intervals = described[name].split.dim, described[name].split.intervals
+            of_rank = intervals[ranks[described[name].owner.expert_rank is not None]] if intervals else [(0, len(part))]
+            own = [row for start, end in of_rank for row in range(start, end)]
+            assert torch.equal(part, whole[name].index_select(dim or 0, torch.tensor(own, dtype=torch.long))), name
+            rows[name] |= set(own)
+    assert all(rows[name] == set(range(t.shape[t.split.dim or 0])) for name, t in described.items())
+    assert {name for _, shares in everyone for name in shares} == whole.keys()
+
+
 def collectives(way: Callable[[], Any]) -> Counter[str]:
     """Return how often this rank calls which function that communicates."""
     calls: Counter[str] = Counter()
@@ -90,6 +108,7 @@ def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, everywhere)
     check_plan(plan, everywhere)
+    check_shares(plan, everywhere)
     memories, arrived, lasts = [BucketMemory(), BucketMemory()], {}, []
     for memory, last in weight_buckets(engine, memories, torch.float32, limit):
         _, tensors = map_bucket(**memory.describe())
