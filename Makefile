@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CLAIM ?=
 
-.PHONY: help setup demo claims test test-all test-fast tests-push tests-all lint style format docs doctor clean
+.PHONY: help setup demo claims test test-all test-fast tests-push tests-all lint style format docs site doctor clean
 
 help:
 	@echo "make demo       set up, then distil the example teacher into the example student on the CPU"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint       set up, then check style (ruff) and types (mypy)"
 	@echo "make format     set up, then let ruff fix and format the code"
 	@echo "make docs       set up, then write docs/configuration.md from the declarations of the keys"
+	@echo "make site       build the pages as a site with search in build/site"
 	@echo "make setup      make .venv and install what requirements/*.lock pin (immediate if it is up to date)"
 	@echo "make doctor     set up, then report installed packages, devices and problems"
 	@echo "make clean      remove .venv and caches; run directories (output/) stay"
@@ -83,6 +84,18 @@ format: setup
 
 docs: setup
 	@$(PYTHON_IN_VENV) scripts/configuration_page.py
+
+# the tool has an environment of its own, build/site_env
+build/site_env/installed: requirements/docs.txt
+	@rm -rf $(@D)
+	@$(or $(PYTHON),python3) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@touch $@
+
+site: build/site_env/installed
+	@build/site_env/bin/python scripts/site_pages.py build
+	@build/site_env/bin/zensical build --config-file build/zensical.toml --strict --clean
+	@echo "build/site/index.html"
 
 doctor: setup
 	@.venv/bin/roll-opd doctor

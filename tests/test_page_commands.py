@@ -1,6 +1,6 @@
 """Every command on the pages is valid: commands that start a run are planned, the files of the others exist.
 
-The commands of docs/cli.md and docs/quickstart.md build on each other; test_command_line.py runs them in order.
+The commands of these pages build on each other; test_command_line.py runs them in order.
 """
 
 import re
@@ -12,7 +12,7 @@ import pytest
 from roll_opd.commands import main
 
 ROOT = Path(__file__).parent.parent
-FOLLOWED = {"docs/cli.md", "docs/quickstart.md"}
+FOLLOWED = {"docs/cli.md", "docs/quickstart.md", "docs/bigger-machine.md"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?((?:python|roll-opd|make|pip|torchrun) [^:\n]*)$", re.MULTILINE)
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}(?:_[A-Z]+)*\b|\[|\.\.\.")  # DIR, RUN_DIR, [key=value ...]

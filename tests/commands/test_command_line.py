@@ -188,7 +188,7 @@ def test_each_example_becomes_a_project(tmp_path: Path, monkeypatch: pytest.Monk
     (reward,) = load_plan(str(tmp_path / "start"), "distill").rewards
     assert reward.terms[0].worker == "my_rewards.last_number"
     text = (tmp_path / "start/distill.yaml").read_text(encoding="utf-8")
-    assert blocks("quickstart.md", "yaml")[0] in text, "the page shows the configuration of the project"
+    assert blocks("your-task.md", "yaml")[0] in text, "the page shows the configuration of the project"
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_the_page_names_every_command_and_option(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["cli.md", "quickstart.md"])
-def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pages", [["cli.md"], ["quickstart.md", "bigger-machine.md"]], ids=["cli", "path"])
+def test_commands_of_pages(pages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has exit code 0; `run` is only planned. tests/pipelines/test_runs.py executes the quickstart's run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["roll-opd"])
-    for command, *words in commands(page):
+    for command, *words in (each for page in pages for each in commands(page)):
         if command == "cd":
             monkeypatch.chdir(words[0])
             continue
@@ -246,10 +246,18 @@ def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_rows_of_the_quickstart_are_the_demos() -> None:
-    rows = [yaml.safe_load(line) for line in blocks("quickstart.md", "json")[0].splitlines()]
+    rows = [yaml.safe_load(line) for line in blocks("your-task.md", "json")[0].splitlines()]
     there = [yaml.safe_load(line) for line in (DEMO / "data/train.jsonl").read_text().splitlines()[: len(rows)]]
     assert [row["ground_truth"] for row in rows] == [row["ground_truth"] for row in there]
     assert [row["messages"] for row in rows] == [yaml.safe_load(row["messages"]) for row in there]
+
+
+def test_the_reward_of_the_page_is_the_projects(tmp_path: Path) -> None:
+    spaces: list[dict[str, Any]] = [{}, {}]
+    exec(blocks("your-task.md", "python")[0], spaces[0])
+    exec((DEMO.parent / "start/my_rewards.py").read_text(), spaces[1])
+    samples = [SimpleNamespace(response=text, ground_truth="-5") for text in ("7-12=-5", "-5, so 5", "none")]
+    assert [space["last_number"](samples) for space in spaces] == [[1, 0, 0]] * 2
 
 
 @pytest.mark.slow

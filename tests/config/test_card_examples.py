@@ -79,7 +79,7 @@ def test_the_memory_of_each_card_file_fits_and_is_the_pages(tmp_path: Path) -> N
     for name, text in texts.items():
         text = MODEL.sub(rf"{tmp_path}/Qwen3-\1", text).replace("data/gsm8k_train.jsonl", f"{tmp_path}/rows.jsonl")
         (tmp_path / f"{name}.yaml").write_text(text)
-    page = (REPOSITORY / "docs/gpu.md").read_text()
+    page = (REPOSITORY / "docs/bigger-machine.md").read_text()
     for name in FILES:
         plan = load_plan(str(tmp_path), name, [f"output_dir={tmp_path}"], runnable=False)
         most = max(device_memory(plan, int(plan.device_memory_gb * 2**30)).values()) / 2**30
