@@ -251,6 +251,9 @@ class Template:
     whole: Callable[["PreTrainedTokenizerBase", Row, Mapping[str, Any]], str] | None = None
     source: str | None = None  # source of the chat template; None: the tokenizer's template
     variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template that it sets
+    exported: str | None = (
+        None  # the same prompts as a chat template for other programs; None: the tokenizer's template
+    )
 
     @property
     def is_of_tokenizer(self) -> bool:
@@ -375,7 +378,7 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"row {row.id}: the chat template refuses its messages: {error}") from error
 
-    return Template(render, render, chat_template, variables)
+    return Template(render, render, chat_template, variables, chat_template)
 
 
 def _around(before: str, after: str) -> Template:
@@ -388,7 +391,10 @@ def _around(before: str, after: str) -> Template:
             raise TemplateOmission(f"leaves out the tool {tool_name(row.tools[0])!r}; use a template that writes tools")
         return f"{before}{row.messages[0]['content']}{after}"
 
-    return Template(render)
+    refusal = "{{ raise_exception('this template accepts only one message, of role user') }}"
+    is_other = "messages | length != 1 or messages[0]['role'] != 'user'"
+    text = f"{json.dumps(before)} + messages[0]['content'] + {json.dumps(after)}"
+    return Template(render, exported=f"{{% if {is_other} %}}{refusal}{{% endif %}}{{{{ {text} }}}}")
 
 
 TEMPLATES: dict[str, Template] = {

@@ -24,11 +24,13 @@ from roll_opd.tracking.summary import versions
 
 
 class CardOfModel(RunHook):
-    """Writes the card next to the model of every checkpoint."""
+    """Writes the card next to the model of every checkpoint, and the chat template of the run's prompts."""
 
     def model_files(self, step: int, summary: Mapping[str, Any], parts: Sequence[RunPart]) -> Mapping[str, str]:
-        """Return the card."""
-        return {"README.md": model_card(self.plan, summary, step, parts)}
+        """Return the card, and the files of the chat template."""
+        from roll_opd.extras.cards.chat_template_files import chat_template_files  # a step does not use it
+
+        return {"README.md": model_card(self.plan, summary, step, parts), **chat_template_files(self.plan)}
 
 
 def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[RunPart] = ()) -> str:
