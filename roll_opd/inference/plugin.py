@@ -16,25 +16,29 @@ from roll_opd.inference.failure import die_with_parent, record_errors
 
 PLUGIN_NAME = "roll_opd"
 # weight-transfer backends; `checked_*` are vLLM's, with a check that all weights arrived
-SHARED_MEMORY, CUDA_IPC, NCCL = "shared_memory", "checked_ipc", "checked_nccl"
+SHARED_MEMORY, CUDA_IPC, NCCL, M2N = "shared_memory", "checked_ipc", "checked_nccl", "checked_m2n"
 BACKENDS = {
     SHARED_MEMORY: ("roll_opd.weight_sync.shared_memory_receiver", "SharedMemoryWeightTransferEngine"),
     CUDA_IPC: ("roll_opd.weight_sync.cuda_receiver", "CheckedIpcEngine"),
     NCCL: ("roll_opd.weight_sync.cuda_receiver", "CheckedNcclEngine"),
+    M2N: ("roll_opd.weight_sync.m2n_receiver", "CheckedM2NEngine"),
 }
 DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
 
 
-def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> str:
+def choose_backend(student: Sequence[int], engines: Sequence[int], wanted: str, *, on_gpu: bool) -> str:
     """Return the weight-transfer backend for a student and engines on the given devices.
 
+    - What `wanted` states, a value of `weight_sync`.
     - CUDA IPC handles, if each device that an engine uses also has a student rank.
     - Otherwise an NCCL broadcast from student rank 0, if no engine uses the device of this rank. NCCL does not support
       two processes of one group on the same device.
     - Otherwise, or without GPUs, shared memory.
     """
-    if not on_gpu:
+    if not on_gpu or wanted == "shared_memory":
         return SHARED_MEMORY
+    if wanted == "m2n":
+        return M2N
     if set(engines) <= set(student):
         return CUDA_IPC
     return SHARED_MEMORY if student[0] in engines else NCCL

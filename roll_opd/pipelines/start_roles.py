@@ -58,8 +58,8 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
     """
     turns, rollout = _turns(plan, placement), plan.rollout
     has_adapter = rollout is not None and rollout.adapter is not None  # which is small, and needs no connection
-    over_gpus = placement.on_gpu and plan.weight_sync == "auto" and not has_adapter
-    backend = choose_backend(plan.student.devices, _training_devices(plan), on_gpu=over_gpus)
+    over_gpus = placement.on_gpu and not has_adapter
+    backend = choose_backend(plan.student.devices, _training_devices(plan), plan.weight_sync, on_gpu=over_gpus)
     # a transfer between GPUs connects all engines, but reserved engines get other versions
     backends = [backend] * plan.training_engines + [SHARED_MEMORY] * plan.validation_engines
     starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, backends, turns))] if rollout else []

@@ -23,7 +23,7 @@ else:
 
 
 @dataclass
-class _SentEntries:
+class SentEntries:
     """Fields that only the last message of an update sets: `version`, and the `entries` of all tensors that were sent.
 
     See `weight_bucket.entries_of` for the format of an entry.
@@ -34,7 +34,7 @@ class _SentEntries:
 
 
 @dataclass
-class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
+class CheckedIpcUpdateInfo(SentEntries, IPCWeightTransferUpdateInfo):
     """One message of an update.
 
     The last message has the entries of all tensors. Every other message has a chunk of the weights.
@@ -50,7 +50,7 @@ class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
 
 
 @dataclass
-class CheckedNcclUpdateInfo(_SentEntries, NCCLWeightTransferUpdateInfo):
+class CheckedNcclUpdateInfo(SentEntries, NCCLWeightTransferUpdateInfo):
     """One message of an update.
 
     The last message has the entries of all tensors. The message before it has all weights.
@@ -73,7 +73,7 @@ class _CheckedEngine(_Engine):
 
     def receive_weights(self, update_info: Any) -> None:
         """Load the weights of a message. If the message has entries instead of weights, record the entries."""
-        assert isinstance(update_info, _SentEntries)
+        assert isinstance(update_info, SentEntries)
         if update_info.entries is None:
             super().receive_weights(update_info)
         else:

@@ -8,7 +8,7 @@ import math
 import pickle
 import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import torch
@@ -124,11 +124,17 @@ class StudentSource(WeightSource):
                 self.entries += [] if tensors is None else entries_of(names, tensors, self._model_dtype)
 
 
+class SentWeights(Protocol):
+    """A source of weights that describes the tensors of its last iteration."""
+
+    entries: list[dict[str, Any]]
+
+
 class WeightSyncClient:
     """Client through which vLLM's senders call all engines (`VLLMWeightSyncClient`). Only rank 0 calls it."""
 
     def __init__(
-        self, actors: Sequence[ray.actor.ActorHandle], ranks: int, source: StudentSource, *, sends_handles: bool
+        self, actors: Sequence[ray.actor.ActorHandle], ranks: int, source: SentWeights, *, sends_handles: bool
     ) -> None:
         """Create a client.
 

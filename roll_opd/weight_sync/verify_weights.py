@@ -8,7 +8,7 @@ gpt-oss's attention sinks need a loader of their own during an update, which is 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -46,12 +46,14 @@ class WeightVerifier:
             self._sent.setdefault(self._mapper.map_name(name) or name, entry)
         self._version = version
 
-    def finish(self, finalize: Callable[[], None]) -> int:
+    def finish(self, finalize: Callable[[], None], received: Collection[str] = ()) -> int:
         """End the layerwise reload by calling `finalize`, and verify the model. Return the new version of the weights.
 
-        Raises a RuntimeError that names missing or different weights.
+        Raises a RuntimeError that names missing or different weights. `received`: names of layers whose weights did not
+        pass through the reload.
         """
-        incomplete = incomplete_layers(self._model, set(self._sent), {name for name, _ in self._tied_heads})
+        exempt = {name for name, _ in self._tied_heads}.union(received)
+        incomplete = incomplete_layers(self._model, set(self._sent), exempt)
         finalize()
         for _, head in self._tied_heads:
             # reload updates only the embedding; on CPUs the packed copy of a tied head is now stale

@@ -295,14 +295,22 @@ class TrainWorker(TrainableRank, BucketWriter):
         version: int,
         is_new: bool,
     ) -> int:
-        """Send all weights to `engines` from GPU to GPU (see `cuda_sender.CudaSender`). Return their bytes.
+        """Send all weights to `engines` from GPU to GPU (see `cuda_sender` and `m2n_sender`). Return their bytes.
 
         `is_new` states that the engines are not those of the last call, so that a new connection is needed.
         """
         if self._sender is None or is_new:
-            from roll_opd.weight_sync.cuda_sender import CudaSender
+            from roll_opd.inference.plugin import M2N
 
-            self._sender = CudaSender(backend, self._engine, self._planned(), engines, engine_ranks, dtype)
+            given = self._engine, self._planned(), engines, engine_ranks, dtype
+            if backend == M2N:
+                from roll_opd.weight_sync.m2n_sender import M2NSender
+
+                self._sender = M2NSender(*given)
+            else:
+                from roll_opd.weight_sync.cuda_sender import CudaSender
+
+                self._sender = CudaSender(backend, *given)
         sent: int = self._sender.send(version)
         return sent
 

@@ -120,6 +120,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str]] = {
         "teacher.strategy_args.strategy_name",
         "'vllm'",
     ),
+    "parts of weights to the same devices": ({"weight_sync": "m2n"}, "weight_sync", "share 0"),
     "filter without threshold": (
         {"rewards.math_rule.query_filter_config": {"type": "std_filter"}},
         "rewards.math_rule.query_filter_config.filter_args.std_threshold",

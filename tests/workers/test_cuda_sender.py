@@ -104,3 +104,38 @@ def test_handles_need_no_group_and_a_buffer_holds_any_tensor() -> None:
     assert init_info_of({"packed": True}, 3, 2) == {"packed": True}
     small, large = ParamMeta("norm", torch.float32, (8,)), ParamMeta("head", torch.bfloat16, (2**17, 2**12))
     assert buffer_size([small]) == BUFFER_BYTES and buffer_size([small, large]) == 2**30
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vllm_accepts_the_placements_of_all_kinds_of_parts(ranks: int) -> None:
+    """Of two ranks, kinds with padded or fused rows have none."""
+    from vllm.distributed.weight_transfer.m2n_common import M2NMesh, check_transferable, resolve_layout, validate_layout
+
+    from roll_opd.megatron.weights.sync_plan import FullTensor, Owner
+    from roll_opd.megatron.weights.tensor_slices import SLICINGS, SliceSizes
+    from roll_opd.models.families.qwen_hybrid import DeltaSizes
+    from roll_opd.weight_sync.m2n_sender import placements
+
+    delta = DeltaSizes(key_heads=4, value_heads=12, key_width=2, value_width=5, taps=3)
+    sizes, lacking = SliceSizes(heads=8, kv_heads=4, vocab=31, padded_vocab=32, delta=delta), set()
+    rows = {
+        "qkv": 48,
+        "fused_qkv": 48,
+        "gated_qkv": 96,
+        "delta_channels": 76,
+        "delta_parts": 160,
+        "delta_key_heads": 160,
+    }
+    for kind, slicing in SLICINGS.items():
+        parameter = torch.empty(rows.get(kind, 32) // ranks, 6, device="meta")
+        if slicing.form == "transposed":
+            parameter = torch.empty(32, 32 // ranks, device="meta") if slicing.dim == 0 else parameter
+        tensors = slicing.join([parameter] * ranks, sizes)
+        for split, tensor in zip(slicing.splits(parameter.shape, ranks, sizes), tensors, strict=True):
+            full = FullTensor(kind, torch.bfloat16, tuple(tensor.shape), Owner(0, None), split)
+            check_transferable(full.name, full.dtype, full.shape)
+            mesh, resolved = resolve_layout(M2NMesh((3, ranks), 0), placements(full))
+            validate_layout(mesh, resolved, full.shape, "source")
+            lacking |= set() if placements(full) else {kind}
+    fused = {"vocabulary", "fused_qkv", "fused_gate_up", "delta_parts", "delta_channels"}
+    assert lacking == ({"replicated", *fused} if ranks == 2 else set(SLICINGS))

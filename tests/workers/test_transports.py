@@ -13,7 +13,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from roll_opd.cluster.forkserver.lean_ray import lean
-from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY, choose_backend
+from roll_opd.inference.plugin import CUDA_IPC, M2N, NCCL, SHARED_MEMORY, choose_backend
 from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
 from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
 from roll_opd.weight_sync.send_weights import receivers_of, stream
@@ -122,14 +122,15 @@ def test_all_get_the_same_bits(
     ],
 )
 def test_the_way_follows_from_where_they_are(student: tuple, engines: tuple, way: str) -> None:
-    assert choose_backend(student, engines, on_gpu=True) == way
-    assert choose_backend(student, engines, on_gpu=False) == SHARED_MEMORY
+    assert choose_backend(student, engines, "auto", on_gpu=True) == way
+    assert choose_backend(student, engines, "auto", on_gpu=False) == SHARED_MEMORY
+    assert choose_backend(student, engines, "m2n", on_gpu=True) == M2N
 
 
 def test_handles_need_the_student_on_every_device_and_a_broadcast_its_first_rank_apart() -> None:
     """For all ways to put students and engines on four devices."""
     groups = [group for size in (1, 2, 3, 4) for group in itertools.combinations(range(4), size)]
     for student, engines in itertools.product(groups, groups):
-        way = choose_backend(student, engines, on_gpu=True)
+        way = choose_backend(student, engines, "auto", on_gpu=True)
         assert (way == CUDA_IPC) == all(device in student for device in engines)
         assert way != NCCL or student[0] not in engines

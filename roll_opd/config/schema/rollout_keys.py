@@ -59,10 +59,11 @@ class RolloutKeys(Section):
         "maximum number of processes that may be lost within an hour, for each model, each reward domain and the"
         " workflow; if more are lost, training ends; default: no limit",
     )
-    weight_sync: Literal["auto", "shared_memory"] = ours(
+    weight_sync: Literal["auto", "shared_memory", "m2n"] = ours(
         "auto",
         "transport of new weights to the engines; auto: CUDA IPC, NCCL or shared memory, depending on the"
-        " devices of student and engines; shared_memory: always through the hosts' memory",
+        " devices of student and engines; shared_memory: always through the hosts' memory; m2n: each of the student's"
+        " GPUs sends its part of the weights (vLLM's nccl_m2n; not run yet)",
     )
     lora_sync: Literal["auto", "adapter", "merged"] = ours(
         "auto",

@@ -15,7 +15,7 @@ from typing import Any
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.terminal import wrapped
 from roll_opd.config.plan import RunPlan
-from roll_opd.inference.plugin import CUDA_IPC, NCCL, choose_backend
+from roll_opd.inference.plugin import CUDA_IPC, M2N, NCCL, choose_backend
 from roll_opd.models.adapter_files import adapted_modules
 from roll_opd.models.memory import BYTES, readable_bytes
 from roll_opd.models.model_info import read_model
@@ -62,13 +62,12 @@ def wire_estimate(plan: RunPlan, wire: str) -> WireEstimate:
         modules = adapted_modules(model, adapter.targets)
         values = adapter.rank * sum(sum(model.tensors[f"{module}.weight"].shape) for module in modules)
     engines = rollout.devices[: plan.training_engines * rollout.tp]
-    over_gpus = plan.weight_sync == "auto" and not adapter
-    backend = choose_backend(student.devices, engines, on_gpu=over_gpus)
+    backend = choose_backend(student.devices, engines, plan.weight_sync, on_gpu=not adapter)
     hosts = {device // plan.devices_per_node for device in engines} - {student.devices[0] // plan.devices_per_node}
-    times = {CUDA_IPC: 0, NCCL: 1}.get(backend, len(hosts))
+    times = {CUDA_IPC: 0, NCCL: 1, M2N: 1}.get(backend, len(hosts))
     layout, second = student.layout, values * size / (gigabytes_per_second * 1e9)
     ranks = layout.world_size // (layout.dp * layout.cp)  # over which the weights are split
-    seconds = {"gathering": (1 - 1 / ranks) * second, "to the engines": times * second}
+    seconds = {"gathering": 0 if backend == M2N else (1 - 1 / ranks) * second, "to the engines": times * second}
     return WireEstimate(gigabytes_per_second, values * size, bool(adapter), backend, seconds)
 
 

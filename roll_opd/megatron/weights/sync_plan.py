@@ -10,7 +10,7 @@ for.
 Legend: R senders of a chunk, N values of a chunk on one rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, groupby, islice
@@ -58,6 +58,15 @@ class Owner:
 
     stage: int
     expert_rank: int | None
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place among the ranks of an owner, which are numbered replica by replica."""
+
+    number: int
+    ranks: int  # over which a tensor is split
+    replicas: int
 
 
 @dataclass(frozen=True)
@@ -137,25 +146,53 @@ class SyncPlan:
 
     def held_names(self) -> set[str]:
         """Return the names of the tensors that this rank gets with `Receivers.STAGE`."""
-        return {name for _, _, names in self._held() for name in names}
+        return {name for owner in self.owners() if self.seat(owner) for name in self.names_of(owner)}
+
+    def owners(self) -> list[Owner]:
+        """Return the owners of all tensors. Every rank has the same list."""
+        return list(dict.fromkeys(tensor.owner for group in self.groups for tensor in group))
+
+    def seat(self, owner: Owner) -> Seat | None:
+        """Return this rank's place among the ranks of an owner; None if it is not one of them."""
+        is_expert = owner.expert_rank is not None
+        if owner.stage != self._stage:
+            return None
+        if is_expert and owner.expert_rank != parallel_state.get_expert_model_parallel_rank():
+            return None
+        rank, ranks = tensor_rank(expert=is_expert)
+        if is_expert:
+            replicas = parallel_state.get_expert_data_parallel_world_size()
+        else:
+            replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return Seat(_place(is_expert=is_expert)[0] * ranks + rank, ranks, replicas)
+
+    def names_of(self, owner: Owner) -> list[str]:
+        """Return the names of the tensors of an owner of this rank, in the order of `shares`."""
+        return [name for _, _, names in self._held(owner) for name in names]
 
     @torch.no_grad()
-    def shares(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's part) for each tensor that it has a part of, in the order of `groups`.
+    def shares(self, owner: Owner, whole: Set[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, this rank's part) for each tensor of an owner of this rank.
 
-        The part has the rows of `FullTensor.split`, and may share memory with its parameter. Not collective.
+        A part has the rows of `FullTensor.split`, and may share memory with its parameter. The tensors named in `whole`
+        are gathered within the owner, which is collective, and yielded as full tensors.
         """
-        for number, shard, names in self._held():
-            parts = shard.slicing.shares(self._values[number](), *tensor_rank(expert=shard.is_expert), self._sizes)
-            yield from zip(names, parts, strict=True)
+        for number, shard, names in self._held(owner):
+            value, (rank, ranks) = self._values[number](), tensor_rank(expert=shard.is_expert)
+            tensors = shard.slicing.shares(value, rank, ranks, self._sizes)
+            if shard.slicing.dim is not None and not whole.isdisjoint(names):
+                parts = [torch.empty_like(value) for _ in range(ranks)]
+                dist.all_gather(parts, value.contiguous(), group=_tensor_group(is_expert=shard.is_expert))
+                gathered = shard.slicing.join(parts, self._sizes)
+                tensors = [full if n in whole else part for n, full, part in zip(names, gathered, tensors, strict=True)]
+            yield from zip(names, tensors, strict=True)
 
-    def _held(self) -> Iterator[tuple[int, ParameterShard, tuple[str, ...]]]:
-        """Yield (index, shard, names of its tensors) for each parameter of this rank."""
+    def _held(self, owner: Owner) -> Iterator[tuple[int, ParameterShard, tuple[str, ...]]]:
+        """Yield (index, shard, names of its tensors) for each parameter of an owner of this rank."""
         for chunk in chain.from_iterable(self._groups):
-            if chunk.kind.stage == self._stage:
-                first = _first_expert_rank(chunk.kind, Receivers.STAGE)
+            if (chunk.kind.stage, chunk.kind.is_expert) == (owner.stage, owner.expert_rank is not None):
                 for number, shard in zip(chunk.numbers, chunk.shards, strict=True):
-                    yield number, shard, shard.names[first]
+                    yield number, shard, shard.names[owner.expert_rank or 0]
 
     def stacks(self, receivers: Receivers) -> Iterator[Stack]:
         """Yield (names, full tensors) in the order of `groups`. Collective: every rank must iterate to the end.
@@ -207,7 +244,7 @@ class SyncPlan:
         if receivers is Receivers.STAGE:
             if chunk.kind.stage != self._stage:
                 return Arrival(chunk)
-            group = _tensor_group(chunk.kind)
+            group = _tensor_group(is_expert=chunk.kind.is_expert)
             senders = dist.get_process_group_ranks(group)
         values = [self._values[number]() for number in chunk.numbers] if rank in senders else []
         only_first = receivers is Receivers.FIRST
@@ -353,9 +390,9 @@ def _place(*, is_expert: bool) -> tuple[int, int]:
     return parallel_state.get_data_parallel_rank(with_context_parallel=True), tensor_rank()[0]
 
 
-def _tensor_group(kind: ShardKind) -> dist.ProcessGroup:
-    """Return the ranks over which a parameter of a kind is split."""
-    if kind.is_expert:
+def _tensor_group(*, is_expert: bool) -> dist.ProcessGroup:
+    """Return the ranks over which a parameter is split."""
+    if is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 

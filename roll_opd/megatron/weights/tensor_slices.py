@@ -235,6 +235,8 @@ class TensorSlice:
         if dim is None:
             return [RowSplit(None)]
         layout = self.layout(ranks * tensor.size(dim), ranks, sizes)
+        if ranks == 1:
+            return [RowSplit(None)] * len(layout.regions)
         return [
             RowSplit(dim, tuple(tuple(layout.intervals(number, rank)) for rank in range(ranks)))
             for number in range(len(layout.regions))

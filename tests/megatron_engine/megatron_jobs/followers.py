@@ -67,19 +67,29 @@ def check_plan(plan: SyncPlan, whole: Mapping[str, Tensor]) -> None:
 def check_shares(plan: SyncPlan, whole: Mapping[str, Tensor]) -> None:
     """Check that the parts of all ranks, at the described rows, are the full tensors."""
     described = {tensor.name: tensor for group in plan.groups for tensor in group}
-    numbers = {is_expert: parallel.tensor_rank(expert=is_expert)[0] for is_expert in (False, True)}
+    uneven = {name for name, tensor in described.items() if not tensor.split.is_even}
+    own = {owner: (seat, dict(plan.shares(owner))) for owner in plan.owners() if (seat := plan.seat(owner))}
+    for owner in own:  # the full tensors of those that no mesh describes
+        gathered = {name: tensor for name, tensor in plan.shares(owner, uneven) if name in uneven}
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in gathered.items())
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (numbers, dict(plan.shares())))
+    dist.all_gather_object(everyone, own)
     rows: dict[str, set[int]] = {name: set() for name in whole}
-    for ranks, shares in everyone:
-        for name, part in shares.items():
-            dim, intervals = described[name].split.dim, described[name].split.intervals
-            of_rank = intervals[ranks[described[name].owner.expert_rank is not None]] if intervals else [(0, len(part))]
-            own = [row for start, end in of_rank for row in range(start, end)]
-            assert torch.equal(part, whole[name].index_select(dim or 0, torch.tensor(own, dtype=torch.long))), name
-            rows[name] |= set(own)
+    for owner in plan.owners():
+        members = [found[owner] for found in everyone if owner in found]
+        assert sorted(seat.number for seat, _ in members) == list(range(members[0][0].ranks * members[0][0].replicas))
+        for seat, shares in members:
+            for name, part in shares.items():
+                dim, full = described[name].split.dim, whole[name]
+                rank = seat.number % seat.ranks
+                if name not in uneven:  # as on a mesh of replicas and parts
+                    assert torch.equal(part, full.chunk(seat.ranks, dim)[rank])
+                ends = [(0, len(full))] if dim is None else described[name].split.intervals[rank]
+                place = [row for start, end in ends for row in range(start, end)]
+                assert torch.equal(part, full.index_select(dim or 0, torch.tensor(place, dtype=torch.long))), name
+                rows[name] |= set(place)
+                assert described[name].owner == owner
     assert all(rows[name] == set(range(t.shape[t.split.dim or 0])) for name, t in described.items())
-    assert {name for _, shares in everyone for name in shares} == whole.keys()
 
 
 def collectives(way: Callable[[], Any]) -> Counter[str]:
