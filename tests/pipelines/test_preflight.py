@@ -14,7 +14,7 @@ import pytest
 from runs import REPOSITORY
 from states import write_state
 
-from roll_opd.base import hardware
+from roll_opd.base import hardware, installed
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.torch_imports import COMPANIONS
 from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS
@@ -181,6 +181,12 @@ def test_companions_that_do_not_fit_torch(tmp_path: Path, monkeypatch: pytest.Mo
     with hidden_no_longer_than_this():
         assert package_problems() == []
         assert find_spec("torchvision") is None and find_spec("torchaudio") is None
+
+
+def test_a_library_of_the_system_that_an_engine_loads_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(installed.SYSTEM_LIBRARIES, "libnone.so.9", "libnone9")
+    (text,) = package_problems()
+    assert "libnone.so.9" in text and "apt-get install libnone9" in text
 
 
 @contextmanager
