@@ -13,7 +13,7 @@ from tests.site_links import broken, pages_of
 
 ROOT = Path(__file__).parent.parent
 NAV = tomllib.loads((ROOT / "docs/site/zensical.toml").read_text())["project"]["nav"]
-PATH = ["quickstart.md", "your-task.md", "report.md", "bigger-machine.md"]
+PATH = ["quickstart.md", "your-task.md", "report.md", "use-the-result.md", "bigger-machine.md"]
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
