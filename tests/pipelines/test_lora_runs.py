@@ -50,22 +50,31 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @torch.no_grad()
 def logprobs(model: PreTrainedModel | PeftModel, row: dict) -> np.ndarray:
+    """Return the log-probs of the response's tokens, f64."""
     tokens = row["tokens"]
     table = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
     return np.array([float(table[place - 1, tokens[place]]) for place in range(row["prompt_length"], len(tokens))])
 
 
-def distances(run: Run) -> tuple[float, float]:
-    """Return the largest distances of the trainer's and of the engines' log-probs from those of peft, in step 2."""
-    base = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, run.path / "checkpoints/step_1/adapter")
-    found = np.zeros(2)
+def distances(run: Run) -> dict[str, tuple[float, float]]:
+    """Return the largest distances of the trainer's and of the engines' log-probs in step 2 from peft in float32 and in
+    float64, and those of peft in float32."""
+    models = []
+    for dtype in (torch.float32, torch.float64):
+        base = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
+        models.append(PeftModel.from_pretrained(base, run.path / "checkpoints/step_1/adapter").to(dtype))
+    found: dict[str, np.ndarray] = {}
     for row in run.rows("samples.jsonl"):
         if row["step"] == STEPS:
-            wanted = logprobs(adapted, row)
-            pair = (np.abs(np.array(row[of]) - wanted).max() for of in ("student_logprobs", "rollout_logprobs"))
-            found = np.maximum(found, list(pair))
-    return found[0], found[1]
+            single, exact = (logprobs(model, row) for model in models)
+            for name, given in (
+                ("trainer", row["student_logprobs"]),
+                ("engine", row["rollout_logprobs"]),
+                ("peft", single),
+            ):
+                here = [np.abs(np.array(given) - wanted).max() for wanted in (single, exact)]
+                found[name] = np.maximum(found.get(name, 0.0), here)
+    return {name: (float(to_single), float(to_exact)) for name, (to_single, to_exact) in found.items()}
 
 
 @pytest.mark.nightly
@@ -78,13 +87,17 @@ def distances(run: Run) -> tuple[float, float]:
     ],
 )
 def test_trainer_and_engines_agree_with_peft_in_layouts(tmp_path: Path, devices: int, layout: str) -> None:
-    """As far as engines with whole weights do (`test_layout_runs.py`); the update sends only the adapter."""
+    """As far as engines with whole weights do (`test_layout_runs.py`); the update sends only the adapter.
+
+    How far float32 is from the exact values depends on the sampled sequences, so peft in float32 is the measure.
+    """
     on = f"[{','.join(map(str, range(devices)))}]"
     where = (f"num_gpus_per_node={devices}", f"actor_train.device_mapping={on}", f"reference.device_mapping={on}")
     split = (f"{role}.strategy_args.strategy_config={layout}" for role in ("actor_train", "reference"))
     run = run_of(tmp_path / "output", *where, *split)
-    trainer, engines = distances(run)
-    assert trainer <= 2e-5 and engines <= 1e-4, (trainer, engines)
+    found = distances(run)
+    assert found["trainer"][0] <= 2e-5 and found["engine"][0] <= 1e-4, found
+    assert found["trainer"][1] <= 2 * found["peft"][1] and found["engine"][1] <= 3 * found["peft"][1], found
     adapter = load_file(run.path / "checkpoints/step_1/adapter/adapter_model.safetensors")
     padded = sum(-(-tensor.nbytes // 64) * 64 for tensor in adapter.values())
     assert [row["system/weight_sync_bytes"] for row in run.rows("metrics.jsonl")[1:]] == [padded] * STEPS
