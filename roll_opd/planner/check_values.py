@@ -157,6 +157,9 @@ def check_m2n(plan: RunPlan, diag: Diagnostics, *, on_cpu: bool) -> None:
     """Check that `weight_sync: m2n` can connect the student's devices with those of the engines."""
     if plan.weight_sync != "m2n" or plan.rollout is None:
         return
+    if plan.rollout.adapter:
+        diag.note("weight_sync", "is shared_memory, as the engines get only the student's adapter")
+        return
     if shared := sorted(set(plan.student.devices) & set(plan.rollout.devices)):
         text = f"m2n sends between different devices, but student and engines share {', '.join(map(str, shared))}"
         diag.error("weight_sync", f"{text}; use auto, or other devices")

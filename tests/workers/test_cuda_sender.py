@@ -4,6 +4,7 @@ Tests import vLLM themselves: that takes seconds in each process that collects t
 """
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,3 +140,55 @@ def test_vllm_accepts_the_placements_of_all_kinds_of_parts(ranks: int) -> None:
             lacking |= set() if placements(full) else {kind}
     fused = {"vocabulary", "fused_qkv", "fused_gate_up", "delta_parts", "delta_channels"}
     assert lacking == ({"replicated", *fused} if ranks == 2 else set(SLICINGS))
+
+
+def test_engines_read_what_each_sender_of_parts_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages of vLLM's trainer for two senders and two engines: only the first starts, only the last ends."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.m2n_common import M2NMesh, M2NParamMeta
+    from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo, M2NTrainerWeightTransferEngine
+
+    from roll_opd.weight_sync import cuda_sender, m2n_sender
+    from roll_opd.weight_sync.m2n_receiver import SenderInitInfo, SenderUpdateInfo
+
+    calls: list[tuple[int, str, Any, Any]] = []
+
+    class Handle:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __getattr__(self, name: str) -> Any:
+            return SimpleNamespace(remote=lambda *a, **k: calls.append((self.number, name, *a, k.get("last"))))
+
+    for module in (cuda_sender, m2n_sender):
+        monkeypatch.setattr(module, "ray", SimpleNamespace(get=list, put=lambda value: value))
+    info = M2NTrainerInitInfo(
+        rank=0, master_address="h", master_port=1, world_size=8, num_trainer_ranks=4, dst_mesh_dims=(2, 2)
+    )
+    assert "nccl_m2n" in WeightTransferTrainerFactory._registry
+    for number in range(2):
+        source: Any = SimpleNamespace(entries=[{"name": "w"}])
+        client = m2n_sender.OwnerClient([Handle(0), Handle(1)], 2, source, number, 2)
+        trainer = M2NTrainerWeightTransferEngine(client=client, source=source, is_controller=True, num_trainer_ranks=4)
+        trainer._src_mesh = M2NMesh((2, 2), 0)
+        trainer._metas = [M2NParamMeta("w", torch.bfloat16, (8, 6), (-1, 0))]
+        client.init_weight_transfer_engine(trainer._worker_init_info(info))
+        client.start_weight_update()
+        client.update_weights({"names": ["w"]})
+        client.finish_weight_update()
+    connected = [SenderInitInfo(**given) for _, name, given, _ in calls if name == "init_weight_transfer"]
+    assert [(each.sender, each.engine, each.rank_offset) for each in connected] == [
+        (0, 0, 4),
+        (0, 1, 4),
+        (1, 0, 4),
+        (1, 1, 4),
+    ]
+    assert [name for engine, name, *_ in calls if engine == 1 and name == "begin_update"] == ["begin_update"]
+    loaded = [
+        (SenderUpdateInfo(**given), last)
+        for engine, name, given, last in calls
+        if (engine, name) == (1, "load_weights")
+    ]
+    assert [(each.sender, each.names, each.entries is None, last) for each, last in loaded] == [
+        *((0, ["w"], True, False), (0, [], False, False), (1, ["w"], True, False), (1, [], False, True)),
+    ]
