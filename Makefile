@@ -85,11 +85,11 @@ format: setup
 docs: setup
 	@$(PYTHON_IN_VENV) scripts/configuration_page.py
 
-# the tool has an environment of its own, build/site_env
-build/site_env/installed: requirements/docs.txt
+# tools with separate environments: build/site_env, build/notebook_env
+build/%_env/installed: requirements/%.txt
 	@rm -rf $(@D)
 	@$(or $(PYTHON),python3) -m venv $(@D)
-	@$(@D)/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check -r $<
 	@touch $@
 
 site: build/site_env/installed

@@ -103,7 +103,8 @@ def collect(target: Path) -> None:
         seen |= paths
     shutil.copyfile(SITE / "zensical.toml", target / "zensical.toml")
     (target / "pages/assets").mkdir()
-    shutil.copyfile(SITE / "iframe-worker.js", target / "pages/assets/iframe-worker.js")
+    for name in ("iframe-worker.js", "tables.css"):
+        shutil.copyfile(SITE / name, target / "pages/assets" / name)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,12 @@
 // Browsers start no workers for pages from the disk (file:), so the search runs in a hidden frame there.
 if (location.protocol === "file:") {
-  window.Worker = class extends EventTarget {
+  window.Worker = class {
     constructor(address) {
-      super();
       this.frame = document.createElement("iframe");
       this.frame.hidden = true;
       document.body.append(this.frame);
       const inside = this.frame.contentWindow;
-      inside.postMessage = (data) => {
-        const event = new MessageEvent("message", { data });
-        this.dispatchEvent(event);
-        this.onmessage?.(event);
-      };
+      inside.postMessage = (data) => setTimeout(() => this.onmessage?.({ data: structuredClone(data) }));
       const script = inside.document.createElement("script");
       script.src = address;
       this.ready = new Promise((resolve, reject) => {
@@ -23,7 +18,9 @@ if (location.protocol === "file:") {
     }
 
     postMessage(data) {
-      this.ready.then(() => this.frame.contentWindow.onmessage({ data }), () => {});
+      const inside = this.frame.contentWindow;
+      const copy = inside.structuredClone(data);
+      this.ready.then(() => setTimeout(() => inside.onmessage({ data: copy })), () => {});
     }
 
     terminate() {
