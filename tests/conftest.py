@@ -96,16 +96,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return groups.scheduler(config, log)
 
 
+@pytest.fixture(scope="session")
+def projects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """Directories with users' projects. Of the session, so that no cluster's TMPDIR becomes pytest's."""
+    return tmp_path_factory.getbasetemp(), TESTS.parent / "examples"
+
+
 @pytest.fixture(autouse=True)
-def modules_of_projects(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def modules_of_projects(projects: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the modules that a test imported from a user's project, because other projects have the same names."""
     known = set(sys.modules)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    places = (tmp_path_factory.getbasetemp(), TESTS.parent / "examples")
     for name in sys.modules.keys() - known:
         file = getattr(sys.modules[name], "__file__", None)
-        if file and any(Path(file).is_relative_to(place) for place in places):
+        if file and any(Path(file).is_relative_to(place) for place in projects):
             del sys.modules[name]
 
 

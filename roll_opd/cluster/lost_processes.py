@@ -38,6 +38,7 @@ class Loss:
 
     what: str  # the processes
     why: str
+    phase: str | None  # of the step, when the run noticed
     seconds: float  # until new processes were ready
     remedy: str
 
@@ -78,6 +79,7 @@ class Losses:
         most: int | None = None,
         record: Callable[[Loss], None] = lambda loss: None,
         fail: Callable[[Exception], None] = lambda error: None,
+        phase: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Create the record.
 
@@ -85,15 +87,17 @@ class Losses:
             most: number of processes that a role may lose within an hour; None: no limit.
             record: called with each loss after new processes were started.
             fail: ends the run with an error.
+            phase: returns the current phase of the step.
         """
-        self._most, self.record, self.fail = most, record, fail
+        self._most, self.record, self.fail, self._phase = most, record, fail, phase
         self._limits: dict[str, LossLimit] = {}
         self._count = 0
 
-    def add(self, role: str, why: str) -> None:
-        """Count a loss of `role`. Raises RunError if the role has lost too many processes."""
+    def add(self, role: str, why: str) -> str | None:
+        """Count a loss of `role`, and return the phase. Raises RunError if the role has lost too many processes."""
         limit = self._limits.setdefault(role, LossLimit(role, self._most))
         self._count += 1
         limit.add(self._count)
         if error := limit.exceeded(why):
             raise error
+        return self._phase()

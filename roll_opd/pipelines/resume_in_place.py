@@ -50,14 +50,14 @@ class Revival:
         self._furthest = max(self._furthest, reached)
         if self._in_vain == MAX_DEATHS - 1:
             raise died
-        run.placement.losses.add("the trained models", str(died))
+        phase = run.placement.losses.add("the trained models", str(died))
         run.logger.note(f"{died}; the trained models start again")
         await run.placement.starting.of("the trained models", workers.start_again())
         self._failed = self._new_failure()  # without the losses that the start itself has made
         self._run = run.rewound()
         done = self._run.steps_done
         remedy = f"started again after step {done}, so {reached - done} steps are repeated"
-        run.placement.losses.record(Loss("the trained models", str(died), time.monotonic() - began, remedy))
+        run.placement.losses.record(Loss("the trained models", str(died), phase, time.monotonic() - began, remedy))
 
     async def _or_failure(self, work: Awaitable[None]) -> None:
         """Await `work`, unless a process is lost for which nothing waits, or losses must end the run."""

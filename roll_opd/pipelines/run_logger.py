@@ -139,7 +139,8 @@ class RunLogger:
 
     def loss(self, loss: Loss) -> None:
         """Warn of the loss of processes, and record it."""
-        warn(f"{loss.why}; {loss.remedy} ({loss.seconds:.1f} s)")
+        where = f" (in the phase {loss.phase})" if loss.phase else ""
+        warn(f"{loss.why}{where}; {loss.remedy} ({loss.seconds:.1f} s)")
         self._run.append_jsonl(LOSSES, [{"after_step": self._done, "time": time.time(), **asdict(loss)}])
 
     def note(self, text: str) -> None:

@@ -6,6 +6,7 @@ stores a new beat every few seconds, and one without beats is killed, so that a 
 """
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -41,7 +42,12 @@ class Life:
     restarts: int = 0  # number of Ray's restarts before the process that was set up
     reported: int = 0  # number of restarts that were reported to `lost`
     beat: bytes | None = None
-    beaten_at: float = 0.0
+    beaten_at: float = math.inf  # time of the last new beat; inf: the process has not begun to store beats
+
+    def start(self, restarts: int, beat: bytes | None) -> None:
+        """Expect a new process, whose set-up may take long. `beat` is the last one of the former process."""
+        self.restarts = self.reported = restarts
+        self.beat, self.beaten_at = beat, math.inf
 
 
 LIVES: "weakref.WeakKeyDictionary[Any, Life]" = weakref.WeakKeyDictionary()  # of the running actors
@@ -141,7 +147,7 @@ def _store(key: bytes, value: bytes) -> None:
         return  # the run is ending, or its GCS is lost
 
 
-def _beat_of(actor: Any) -> bytes | None:
+def beat_of(actor: Any) -> bytes | None:
     try:
         return _internal_kv_get(f"roll_opd/beat/{actor._actor_id.hex()}".encode())
     except Exception:
@@ -150,7 +156,7 @@ def _beat_of(actor: Any) -> bytes | None:
 
 def last_words(actor: Any) -> str:
     """Return why a process has ended itself; "" if it has not."""
-    stored = _beat_of(actor) or b""
+    stored = beat_of(actor) or b""
     return stored.removeprefix(LAST_WORDS).decode(errors="replace") if stored.startswith(LAST_WORDS) else ""
 
 
@@ -158,12 +164,12 @@ def end_hung(patience: float) -> list[str]:
     """Kill each actor that has stored beats, but none for `patience` seconds; return messages about them."""
     ended = []
     for actor, life in [*LIVES.items()]:
-        beat, now = _beat_of(actor), time.monotonic()
+        beat, now = beat_of(actor), time.monotonic()
         if beat != life.beat:
             life.beat, life.beaten_at = beat, now
-        elif beat is not None and now - life.beaten_at > patience:
-            life.beaten_at = now
-            _store(f"roll_opd/beat/{actor._actor_id.hex()}".encode(), LAST_WORDS + b"it hung and was killed")
+        elif now - life.beaten_at > patience:
+            life.beat, life.beaten_at = LAST_WORDS + b"it hung and was killed", math.inf
+            _store(f"roll_opd/beat/{actor._actor_id.hex()}".encode(), life.beat)
             ended.append(f"{life.name} has not reacted for {patience:g} s (hang_timeout_s) and is killed")
             ray.kill(actor, no_restart=life.lost is None)
     return ended

@@ -16,7 +16,7 @@ import ray
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.lost_processes import ClusterError, Loss, Losses
 from roll_opd.cluster.stall_watchdog import WAITS
-from roll_opd.workers.liveness import LIVES, starts_of
+from roll_opd.workers.liveness import LIVES, beat_of, starts_of
 
 MAX_DEATHS = 3  # losses during one call, or attempts of one renewal, after which the run ends
 POLL_S = 0.2
@@ -101,7 +101,7 @@ class Renewal:
 
     async def _renew(self, why: str) -> None:
         began = time.monotonic()
-        self._losses.add(self._role, why)
+        phase = self._losses.add(self._role, why)
         for attempt in range(1, MAX_DEATHS + 1):
             try:
                 with WAITS.of("the run", f"new processes of {self.what}"):
@@ -113,7 +113,7 @@ class Renewal:
                     raise RunError(f"{self.what}: {MAX_DEATHS} new processes failed to start: {error}") from error
                 await asyncio.sleep(RETRY_S)  # the former process may still hold device memory
         self.life += 1
-        self._losses.record(Loss(self.what, why, time.monotonic() - began, "replaced"))
+        self._losses.record(Loss(self.what, why, phase, time.monotonic() - began, "replaced"))
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if task.cancelled():
@@ -143,4 +143,4 @@ async def started_again(handles: list[Any]) -> None:
             break
         await asyncio.sleep(POLL_S)
     for handle, (_, restarts, _) in found.items():
-        LIVES[handle].restarts = LIVES[handle].reported = restarts
+        LIVES[handle].start(restarts, await asyncio.to_thread(beat_of, handle))

@@ -4,7 +4,9 @@
 
 kills engines, their cores, ranks of teachers and of the student, at random moments of several kinds of runs, some by
 SIGSTOP. Each run is compared with one without kills. `--steps` is the number of steps per kill. The record has, for
-each kill, the seconds until the next step was logged; beside it stands the median of the steps without a kill.
+each kill, the seconds until the next step was logged, and for each loss the phase in which the run noticed it; beside
+them stand the median of the steps without a kill, and the seconds after a kill of the driver, which restarts the whole
+run.
 """
 
 import argparse
@@ -14,9 +16,10 @@ import random
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ VICTIMS = {
     "teacher": "ray::LogprobWorker",
     "student": "ray::TrainWorker",
 }
+DRIVER = "driver"
 PURE = (
     "deterministic=true",
     "rollout_batch_size=16",
@@ -73,7 +77,7 @@ class Killer:
         self._plan()
 
     def _plan(self) -> None:
-        self._after, self._due = self._steps + self._rng.randint(1, 2), self._rng.random()
+        self._after, self._due = self._steps + self._rng.randint(1, 2), 2 * self._rng.random()
 
     def __call__(self) -> bool:
         now, steps = time.monotonic(), max((row["step"] for row in self._logged()), default=0)
@@ -96,6 +100,9 @@ class Killer:
         return False  # the driver stays
 
     def _victims(self, name: str) -> list[psutil.Process]:
+        if name == DRIVER:  # the child of the process that restarts it
+            launched = runs.of_run(self._out, f"{sys.executable} {runs.REPOSITORY / 'examples/start_'}")
+            return [each for each in launched if each.ppid() in {other.pid for other in launched}]
         if name != "core":
             return runs.of_run(self._out, VICTIMS[name])
         engines = runs.of_run(self._out, VICTIMS["engine"])
@@ -110,10 +117,10 @@ class Killer:
         return [row for file in self._out.glob("demo/latest/ledger.jsonl") for row in read_jsonl(file)]
 
 
-def launched(out: Path, kind: str, steps: int, **more: Any) -> Run:
+def launched(out: Path, kind: str, steps: int, *more_settings: str, **more: Any) -> Run:
     is_ahead = kind.startswith("ahead")
     config, launcher = ("demo", "rlvr_opd" if is_ahead else "onpolicy_distill"), RLVR if is_ahead else runs.PURE
-    settings = (*KINDS[kind], "exp_name=demo", f"max_steps={steps}", f"hang_timeout_s={HUNG_S}")
+    settings = (*KINDS[kind], "exp_name=demo", f"max_steps={steps}", f"hang_timeout_s={HUNG_S}", *more_settings)
     return runs.launch(out, *settings, launcher=launcher, config=config, **more)
 
 
@@ -122,7 +129,7 @@ def survived(
 ) -> dict[str, Any]:
     """Run with kills, and compare with the run without them, if it is given; return the record."""
     killer = Killer(place, random.Random(seed), victims)
-    run = launched(place, kind, steps, kill_when=killer)
+    run = launched(place, kind, steps, f"max_restarts={len(victims) if DRIVER in victims else 0}", kill_when=killer)
     assert run.code == 0, run.output[-6000:]
     counts, errors = audit(run.path)
     assert errors == [] and counts["steps"] == steps
@@ -131,14 +138,15 @@ def survived(
         weights = f"checkpoints/step_{steps}/hf/model.safetensors"
         assert (run.path / weights).read_bytes() == (unbroken.path / weights).read_bytes()
     losses = run.rows("losses.jsonl")
-    assert counts["lost processes"] == len(losses) > 0  # a kill may hit a unit that is being replaced
+    if set(victims) != {DRIVER}:
+        assert counts["lost processes"] == len(losses) > 0  # a kill may hit a unit that is being replaced
     assert len(killer.done) == len(victims)
     for each in killer.done:
         each.pop("at", None)
     return {
         "kind": kind,
         "kills": killer.done,
-        "losses": [{key: row[key] for key in ("what", "remedy", "seconds")} for row in losses],
+        "losses": [{key: row[key] for key in ("what", "phase", "remedy", "seconds")} for row in losses],
         "median step, s": round(statistics.median(killer.step_seconds or [0.0]), 2),
         "seconds": round(run.seconds, 1),
         "seconds of the unbroken run": round(unbroken.seconds, 1) if unbroken else None,
@@ -180,6 +188,16 @@ def test_a_supervised_run_continues_after_the_loss_of_its_student(tmp_path: Path
     assert (one.path / weights).read_bytes() == (other.path / weights).read_bytes()
 
 
+def multiples(launches: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return for each victim the median time until the next step, in steps of the same run."""
+    found = defaultdict(list)
+    for launch in launches:
+        for kill in launch["kills"]:
+            if kill["until the next step"]:
+                found[kill["lost"]].append(kill["until the next step"] / launch["median step, s"])
+    return {name: round(statistics.median(values), 2) for name, values in sorted(found.items())}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
@@ -197,9 +215,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps = 4 + options.steps * len(own)
         unbroken = launched(place / f"unbroken{number}", kind, steps, seconds=1800.0)
         launches.append(survived(place / f"killed{number}", kind, own, steps, options.seed + number, unbroken))
-        print(json.dumps(launches[-1]), flush=True)
+        launches.append(survived(place / f"restarted{number}", kind, [DRIVER, DRIVER], steps, options.seed, unbroken))
+        print(json.dumps(launches[-2:]), flush=True)
         done = Counter(each["lost"] for launch in launches for each in launch["kills"])
-        record = {"kills in all": done.total(), "kills": dict(sorted(done.items())), "launches": launches}
+        noticed = Counter(loss["phase"] or "between phases" for launch in launches for loss in launch["losses"])
+        record = {
+            "kills in all": done.total(),
+            "kills": dict(sorted(done.items())),
+            "phases": dict(noticed.most_common()),
+            "steps of a run until the next step, median": multiples(launches),
+            "launches": launches,
+        }
         if options.record:
             options.record.write_text(json.dumps(record, indent=1) + "\n")
     shutil.rmtree(place)

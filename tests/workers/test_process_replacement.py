@@ -38,7 +38,9 @@ class Actor:
     def pid(self) -> int:
         return os.getpid()
 
-    def setup(self, given: str) -> None:
+    def setup(self, given: str, seconds: float = 0.0) -> None:
+        time.sleep(seconds)
+        liveness.BEAT_INTERVAL_S = 0.5
         liveness.beat_in_thread()
         self.given = given
 
@@ -55,6 +57,7 @@ class Case:
         self.losses: list[Loss] = []
         self.failures: list[Exception] = []
         self.starts = 0
+        self.seconds_of_a_start = 0.0
 
     async def begin(self, most: int | None = None) -> None:
         await self._setup()
@@ -64,7 +67,7 @@ class Case:
 
     async def _setup(self) -> None:
         self.starts += 1
-        await self.group.call("setup", "state")
+        await self.group.call("setup", "state", self.seconds_of_a_start)
 
     async def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(await self.group.ask(rank, "pid"), number)
@@ -103,14 +106,16 @@ def test_a_call_that_loses_a_process_is_answered_by_new_ones() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_idle_process_is_replaced_without_a_call(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is killed, and one that does not react any more."""
+    """One that is killed, and one that does not react any more. A start may take longer than a process may hang."""
     monkeypatch.setattr(liveness, "POLL_INTERVAL_S", 0.2)
     fatal: list[str] = []
+    patience = 3.0
 
     async def main() -> Case:
         case = Case()
         await case.begin()
-        with watched(fatal.append, liveness.BEAT_INTERVAL_S + 3, lambda text: None):
+        case.seconds_of_a_start = patience + 1.0
+        with watched(fatal.append, patience, lambda text: None):
             await asyncio.sleep(1.0)  # the first beats
             await case.kill(0, number)
             while not case.renewal.life:
