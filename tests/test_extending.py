@@ -184,6 +184,7 @@ def test_a_pipeline_runs(linked: Path, tmp_path: Path) -> None:
     assert len(list((run / "checkpoints/step_2/hf").glob("*.safetensors"))) == 1
 
 
+@pytest.mark.nightly
 def test_the_example_of_a_pipeline_with_a_rollout_is_planned() -> None:
     """Selected by name, with its own keys, in each mode; without the name, the plan is the usual one."""
     program = """

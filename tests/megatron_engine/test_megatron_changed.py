@@ -52,6 +52,7 @@ def test_a_critic_resumed_with_other_settings_equals_the_naive_one(answers: Answ
     assert_goes_on(answers, "changed-critic", answers.weights("changed-critic"), naive, before)
 
 
+@pytest.mark.nightly
 def test_an_adapter_resumed_with_other_settings_equals_pefts(answers: Answers) -> None:
     targets = lora.LORA_TARGETS["all"]
     begun = answers.root / "models" / f"adapter-{len(targets)}"

@@ -101,6 +101,7 @@ def test_calls_with_other_settings_are_no_fault(stage: Stage, tmp_path: Path) ->
     assert made.rows("metrics.jsonl")[-1]["rollout/engine/tokens"] > 500
 
 
+@pytest.mark.nightly
 def test_with_warn_the_run_goes_on(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples_with(monkeypatch, temperature=0.6)
     made = run(stage, tmp_path, "engine_check=warn")

@@ -103,6 +103,7 @@ def test_trainer_and_engines_agree_with_peft_in_layouts(tmp_path: Path, devices:
     assert [row["system/weight_sync_bytes"] for row in run.rows("metrics.jsonl")[1:]] == [padded] * STEPS
 
 
+@pytest.mark.nightly
 def test_the_base_is_the_reference_and_the_engines_have_the_adapter(whole: Run) -> None:
     """Log-probs of the second step, after an update: of the base, and of base and adapter together."""
     base = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
@@ -120,6 +121,7 @@ def test_the_base_is_the_reference_and_the_engines_have_the_adapter(whole: Run) 
     assert differ > 1e-2  # or nothing of this says anything
 
 
+@pytest.mark.nightly
 def test_only_the_adapter_was_trained(whole: Run) -> None:
     """The merged model differs from the base in its linear layers alone."""
     before, after = (load_file(path / "model.safetensors") for path in (START, whole.path / "checkpoints/step_2/hf"))

@@ -51,6 +51,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield opened
 
 
+@pytest.mark.nightly
 def test_gradients_add_up_until_the_optimizer_step(session: Session) -> None:
     prompts = session.prompts(8)
     session.student.forward_backward(greedy := session.teacher.score(session.sampler.sample(prompts, temperature=0)))

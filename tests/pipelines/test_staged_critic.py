@@ -109,6 +109,7 @@ def advantages_of(row: dict) -> np.ndarray:
     return np.array(result[::-1])
 
 
+@pytest.mark.nightly
 def test_resumed_and_prolonged_equals_uninterrupted(stage: Stage, run: Run) -> None:
     """Student and critic continue with the same results, and the earlier rows of the record remain."""
     experiment = stage.place / "prolonged"

@@ -89,7 +89,8 @@ def test_the_teacher_plays_what_validation_plays(stage: Stage, games: str) -> No
     assert before["workflow/runs"] == 32 and row["workflow/runs"] == 64 + 32  # what the teacher played is not counted
 
 
-@pytest.mark.parametrize(("steps", "least"), [(1, 16), pytest.param(3, 50, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("steps", "least"), [(1, 16), (3, 50)])
 def test_faults_end_their_own_trajectory_alone(
     stage: Stage, games: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, least: int
 ) -> None:

@@ -80,6 +80,7 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("objective", tiered(OBJECTIVES, ["the student's topk"]))
 def test_divergences_are_taken_token_by_token_of_the_response(stage: Stage, models: dict, objective: str) -> None:
     run = pure(stage, HINT, *OBJECTIVES[objective])

@@ -78,6 +78,7 @@ def test_the_reward_of_the_page_runs_as_it_is_printed(stage: Stage) -> None:
         assert sample["reward_reason"] == ("right" if sample["ground_truth"] in sample["response"] else "wrong")
 
 
+@pytest.mark.nightly
 def test_samples_whose_reward_fails(stage: Stage) -> None:
     """Left out of every mean and of the update, or wrong, or the end of the run."""
     section = "{{sums: {{worker_cls: my_rewards.failing, on_error: {on_error}, rest: 0}}}}"

@@ -240,6 +240,7 @@ def test_a_killed_worker_is_replaced_and_its_batch_scored_once(start, loop, tmp_
     assert pool.drain_metrics()["reward/code/errors"] == 0
 
 
+@pytest.mark.nightly
 def test_a_sample_that_kills_every_worker_is_found_out(start, loop) -> None:
     pool = start("troubled", on_error="zero", max_concurrency=2)
     found = results(loop, pool, [sample(n, trouble="die" if n == 5 else "") for n in range(12)])
@@ -248,6 +249,7 @@ def test_a_sample_that_kills_every_worker_is_found_out(start, loop) -> None:
     assert metrics["reward/code/errors/worker_died"] == 1 and metrics["time/reward/code/restarts"] == 3
 
 
+@pytest.mark.nightly
 def test_a_suspect_is_alone_with_a_worker(start, loop, tmp_path: Path) -> None:
     """A sample that shared a worker with a fatal sample twice is not blamed, although more fatal samples arrive."""
     pool, log = start("troubled", on_error="zero", max_concurrency=8), tmp_path / "log"
