@@ -1,4 +1,4 @@
-"""The core without `roll_opd/extras` plans, distils and validates with `remote`, `format` and a short `math_rule`."""
+"""The core without `roll_opd/extras` plans, distils and validates with `remote`, `format` and `math_verify`."""
 
 import json
 import os
@@ -64,8 +64,8 @@ def test_the_core_plans_and_scores_without_extras(core: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {"format", "length_penalty", "math_rule", "remote"} == set(found["rewards"])
-    assert found["math_rule"] == "roll_opd.rewards.builtin.math_rule"
+    assert {"format", "length_penalty", "math_rule", "math_verify", "remote"} == set(found["rewards"])
+    assert found["math_rule"] == "roll_opd.rewards.builtin.math_verify"
     assert found["pipelines"] == ["dpo", "offline_distill", "rlvr", "sft"]
     assert found["terms"] == ["format", "math_rule", "remote"] and found["modes"] == ["pure", "mixed"]
     assert found["scores"] == list(ANSWERS.values())

@@ -138,6 +138,17 @@ def server_root(url: str, *paths: str) -> str:
     return urlunsplit(parts._replace(path=given.removesuffix(longest)))
 
 
+def chat_url(url: str) -> str:
+    """Return the URL of the chat completions API, for example `http://host/v1/chat/completions`.
+
+    `url` is `http://host`, `http://host/v1`, the full URL, or the URL of another method of the same API.
+    """
+    if address_fault(url):
+        return url  # `http_endpoint.Endpoint` reports the error
+    base = re.sub(r"(/chat)?/(completions|models|responses|embeddings)$", "", urlsplit(url).path.rstrip("/"), count=1)
+    return urlunsplit(urlsplit(url)._replace(path=f"{base or '/v1'}/chat/completions"))
+
+
 def below(root: str, path: str) -> str:
     """Return the URL of a path on a server."""
     parts = urlsplit(root)

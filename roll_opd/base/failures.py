@@ -197,6 +197,10 @@ class WorkflowError(ValueError):
     """A workflow cannot be used. The message states the place and the remedy."""
 
 
+class EndpointError(ValueError):
+    """An address, a header or a limit of an `http_endpoint` cannot be used. The message states the remedy."""
+
+
 class RunError(RuntimeError):
     """The run cannot continue. The message states the reason and what to check."""
 

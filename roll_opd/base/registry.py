@@ -65,7 +65,8 @@ class Registry(Generic[Facts]):
     decorator: str | None = None  # decorator to find in the sources; None: one part per module
     elsewhere: tuple[str, ...] = ()  # valid names that are not resolved here
     group: str = ""  # group of entry points, `roll_opd.<group>`
-    fallbacks: tuple[str, ...] = ()  # names of the core for which an entry point takes precedence
+    # name of an entry point -> part of the core that has this name while no entry point has it
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
     _registered: dict[str, tuple[Callable[..., Any], Facts]] = field(default_factory=dict)
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
@@ -75,8 +76,6 @@ class Registry(Generic[Facts]):
             known, _ = self._registered.get(name, (part, None))
             path = f"{known.__module__}.{known.__qualname__}"
             declared = self.declared(name)
-            if self.replacement(name) and part.__module__ == self._of_core[name].module:
-                return part  # found by its dotted path
             if declared and declared.module != part.__module__:
                 path = declared.module
             # same part: its module was imported twice
@@ -90,7 +89,7 @@ class Registry(Generic[Facts]):
     @property
     def builtin(self) -> tuple[str, ...]:
         """Names of the core and of entry points, sorted."""
-        return tuple(sorted({*self._of_core, *self._entries}))
+        return tuple(sorted({*self._of_core, *self._entries, *self.fallbacks}))
 
     @property
     def known(self) -> str:
@@ -99,6 +98,7 @@ class Registry(Generic[Facts]):
 
     def find(self, name: str) -> Callable[..., Any]:
         """Return the function or class with this name; raise `error` if it cannot be found."""
+        name = self._available(name)
         if name in self._entries:
             try:
                 part = load(self._entries[name])
@@ -136,7 +136,7 @@ class Registry(Generic[Facts]):
         declared = self.declared(name)
         if declared and declared.facts is not None:
             return self.facts_type(**declared.facts)
-        part = self.find(name)
+        part, name = self.find(name), self._available(name)
         if name in self._registered:
             return self._registered[name][1]
         return next((facts for known, facts in self._registered.values() if known is part), self.facts_type())
@@ -175,10 +175,14 @@ class Registry(Generic[Facts]):
         """Return what is known of a part of the core or of an entry point without importing its module, else None."""
         if name in self._entries:
             return of_entry(self._entries[name], self.decorator)
-        return self._of_core.get(name)
+        return self._of_core.get(self._available(name))
+
+    def _available(self, name: str) -> str:
+        """Return `name`, or the name of the part of the core that stands in for a missing entry point."""
+        return name if name in self._entries else self.fallbacks.get(name, name)
 
     def replacement(self, name: str) -> str | None:
-        """Return the module of an installed part that replaces the core's part of this name, or None."""
+        """Return the module of an installed part that is used instead of the core's `fallbacks`, or None."""
         return self._entries[name].module if name in self.fallbacks and name in self._entries else None
 
     @property
@@ -188,7 +192,7 @@ class Registry(Generic[Facts]):
     @property
     def _entries(self) -> Mapping[str, EntryPoint]:
         found = entries(self.group) if self.group else {}
-        for name in (found.keys() & self._of_core.keys()) - set(self.fallbacks):
+        for name in found.keys() & self._of_core.keys():
             raise self.error(
                 f"{found[name].value} cannot be named {name!r}, a {self.kind} of {self.package}; rename it"
             )

@@ -166,7 +166,11 @@ def _routing_lines(content: dict[str, Any]) -> list[str]:
         passed = "".join(f", {key} {found.pop('type')} {_settings(found)}" for key, found in filters.items())
         lines.append(f"rewards.{domain}: {terms} x {reward['world_size']}{passed}")
         replaced = {worker: REWARDS.replacement(worker) for worker, _ in weights}
-        lines += [f"{worker}: {module}, in place of the core's" for worker, module in replaced.items() if module]
+        lines += [
+            f"{worker}: {module}, in place of the core's {REWARDS.fallbacks[worker]}"
+            for worker, module in replaced.items()
+            if module
+        ]
     return lines
 
 

@@ -37,6 +37,7 @@ from roll_opd.teachers.logprob_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, Progress, validation
 from roll_opd.tracking.ledger import Ledger
+from roll_opd.tracking.metrics_writer import MetricsWriter
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     LEDGER,
@@ -59,7 +60,6 @@ from roll_opd.tracking.summary import (
     write_summary,
 )
 from roll_opd.tracking.throughput import TrainingFlops, memory_metrics, throughput_metrics
-from roll_opd.tracking.trackers import Trackers
 from roll_opd.workers.worker_progress import running_calls
 
 # settings on which the advantages of a sample depend
@@ -87,7 +87,7 @@ class RunLogger:
         self,
         plan: RunPlan,
         run: RunDirectory,
-        trackers: Trackers,
+        writer: MetricsWriter,
         tokenizer: PreTrainedTokenizerBase,
         source: TaskSource,
         tee: StdoutTee,
@@ -98,7 +98,7 @@ class RunLogger:
         self.clock = PhaseClock(began=tee.began)
         self.progress = Progress()
         self._done = done
-        self._plan, self._run, self._trackers, self.tokenizer = plan, run, trackers, tokenizer
+        self._plan, self._run, self._writer, self.tokenizer = plan, run, writer, tokenizer
         self._other_tokenizers = {t.name: load_tokenizer(t.tokenizer) for t in plan.teachers if t.tokenizer}
         self._source, self._tee, self._history = source, tee, history
         self._flops = TrainingFlops(plan.student, plan.objective.ppo_epochs)
@@ -132,7 +132,7 @@ class RunLogger:
         """Remove the records of all steps after `step`, and continue after it."""
         facts = self._run.read_facts()
         RunDirectory.resume(self._run.path, step)
-        self._trackers.reopen(step)
+        self._writer.reopen(step)
         self._done = step
         self._read_earlier()
         write_facts(self._run, facts)
@@ -178,7 +178,7 @@ class RunLogger:
         self.restart()
         row |= self._startup
         self._startup = {}
-        self._trackers.log(0, row)
+        self._writer.log(0, row)
 
     def restart(self) -> None:
         """Record the time so far as `time/startup`, so that it does not count as part of a step.
@@ -234,7 +234,7 @@ class RunLogger:
         self._run.append_jsonl(PROMPTS, [{"step": step, **drawn}])
         for text in self._hooks.after_step(row):
             warn(text)
-        self._trackers.log(step, row)
+        self._writer.log(step, row)
         if not self._done:
             self._run.link_latest()
         self._done = step
@@ -245,11 +245,11 @@ class RunLogger:
 
     def hold(self) -> None:
         """Keep the rows of the next step and of later steps until `release`."""
-        self._trackers.hold()
+        self._writer.hold()
 
     def release(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add validation metrics to the row of `step`, the first kept row, and write all kept rows."""
-        self._trackers.release(metrics)
+        self._writer.release(metrics)
         if ACCURACY in metrics:
             self.note(f"Validation after step {step}: {validation(self._console.with_grading(metrics))}")
 

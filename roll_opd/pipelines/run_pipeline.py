@@ -38,9 +38,9 @@ from roll_opd.pipelines.start_checks import Inputs
 from roll_opd.pipelines.startup import begin
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.console import show_progress
+from roll_opd.tracking.metrics_writer import MetricsWriter
 from roll_opd.tracking.run_directory import RunDirectory, checksum, lock_run
 from roll_opd.tracking.stdout_tee import CONSOLE_LOG, StdoutTee, tee_output
-from roll_opd.tracking.trackers import Trackers
 from roll_opd.workers.liveness import watched
 from roll_opd.workers.worker_progress import running_calls
 
@@ -72,9 +72,9 @@ def _run(
     logs = _logs(plan, directory)
     tee.write_to(directory.path, *filter(None, [logs]))
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps, inputs.began, inputs.history)
-    trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
+    writer = MetricsWriter.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
     done = resumed.step if resumed else 0
-    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, tee, inputs.history, done)
+    logger = RunLogger(plan, directory, writer, inputs.tokenizer, inputs.source, tee, inputs.history, done)
     logger.note(plan.heading)
     logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
     if inputs.history.line:
@@ -140,7 +140,7 @@ def _run(
             raise full from error
         raise
     finally:
-        trackers.close()  # a failed or interrupted run also keeps its metrics
+        writer.close()  # a failed or interrupted run also keeps its metrics
         gc.unfreeze()  # otherwise some libraries warn of uncollected objects at exit
         if directory.has_begun and (ended_by := sys.exception()):
             logger.close(ended_by)

@@ -6,7 +6,7 @@ from roll_opd.base import hardware
 from roll_opd.config.schema import Top
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.planner.objective_plan import read_correction
-from roll_opd.planner.read_sections import Sections
+from roll_opd.planner.validate_sections import Sections
 
 KEY = "async_generation_ratio"
 ADVICE = "train_infer_correction: {is_weight: {enabled: true}} (truncated importance weights), or filters"

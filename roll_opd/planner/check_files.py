@@ -18,9 +18,9 @@ from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_e
 from roll_opd.models.token_bytes import check_format
 from roll_opd.models.tokenizer_comparison import TokenizerComparison, compare_tokenizers
 from roll_opd.models.tokenizer_files import has_chat_template, has_tokenizer, largest_token_id
-from roll_opd.planner.read_sections import Sections
 from roll_opd.planner.role_reader import MODEL
 from roll_opd.planner.row_plans import Rows, data_sets
+from roll_opd.planner.validate_sections import Sections
 
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 MAX_NAME_BYTES = 255  # bytes of a directory's name

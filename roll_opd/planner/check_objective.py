@@ -27,7 +27,7 @@ from roll_opd.planner.objective_plan import (
     check_correction,
     taken_by,
 )
-from roll_opd.planner.read_sections import Sections
+from roll_opd.planner.validate_sections import Sections
 
 FEWEST_STEPS = 5  # the number of horizons after which an adaptive coefficient could reach 0
 REPORTED_WITH_TEACHERS = {"whiten_advantages", "kl_penalty"}  # by `_check_beside_teachers`

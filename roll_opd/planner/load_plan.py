@@ -30,17 +30,18 @@ from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
 from roll_opd.planner import (
     check_files,
-    check_values,
     device_mapping,
+    lengths_and_batches,
     role_parts,
     rollout_parts,
     row_plans,
     supervised_parts,
 )
+from roll_opd.planner.check_router_replay import check_replay
 from roll_opd.planner.pipeline_choice import pipeline_keys
-from roll_opd.planner.read_sections import Sections, read_sections
 from roll_opd.planner.role_reader import RoleReader, choose_mode
 from roll_opd.planner.tracker_sections import read_trackers
+from roll_opd.planner.validate_sections import Sections, read_sections
 from roll_opd.tracking.secrets import without_secrets
 from roll_opd.tracking.trackers import lacking
 
@@ -157,7 +158,7 @@ def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Dia
     if not supervised:
         rollout_parts.complete(sections, keys)
     RoleReader(sections, diag).read(keys)
-    check_values.check_replay(sections, supervised)
+    check_replay(sections, supervised)
     check_files.compare_models(sections)
     fields = (supervised_parts if supervised else rollout_parts).fields(sections)
     if sections.top is None:
@@ -196,7 +197,7 @@ def _check_engines(plan: RunPlan, sections: Sections) -> None:
     """Check that the options of each engine fit together, as vLLM does when it starts."""
     diags = {role.path: role.diag for role in sections.placed()}
     for engine in plan.inference_roles().values():
-        check_values.check_batched_tokens(engine, diags[engine.name], hardware.engines_are_on_cpus())
+        lengths_and_batches.check_batched_tokens(engine, diags[engine.name], hardware.engines_are_on_cpus())
 
 
 def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, sections: Sections) -> RunPlan:

@@ -11,8 +11,8 @@ from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.config.roll_keys import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, changed, shared
 from roll_opd.objective.filters import FILTERS
-from roll_opd.planner.read_sections import LOCAL_JUDGE, SHARED_JUDGE
 from roll_opd.planner.row_plans import shared_tags
+from roll_opd.planner.validate_sections import LOCAL_JUDGE, SHARED_JUDGE
 from roll_opd.rewards.interface import RewardError
 from roll_opd.rewards.reward_registry import REWARDS, RewardFacts, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret

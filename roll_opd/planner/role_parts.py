@@ -32,7 +32,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.models.adapter_files import ENGINE_RANKS
-from roll_opd.planner.check_values import micro_batch
+from roll_opd.planner.lengths_and_batches import micro_batch
 from roll_opd.planner.teacher_sections import context_of, prefix_topk
 
 JUDGE_TOKENS = 1024  # assumed tokens of a judge's instructions, and of a judge's answer without max_new_tokens

@@ -28,10 +28,10 @@ from roll_opd.models.layouts import check_layout, check_tensor_parallel
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.tokenizer_files import has_tokenizer
 from roll_opd.models.weight_files import holds_decoder, weight_problems
-from roll_opd.planner import key_hints, lora_keys
-from roll_opd.planner.engine_gate import with_speculation
-from roll_opd.planner.read_sections import CRITIC, REFERENCE, Sections
-from roll_opd.planner.strategies import OPTIONS, read_megatron, read_vllm
+from roll_opd.planner import lora_keys, unknown_keys
+from roll_opd.planner.altering_options import with_speculation
+from roll_opd.planner.layouts_and_devices import OPTIONS, read_megatron, read_vllm
+from roll_opd.planner.validate_sections import CRITIC, REFERENCE, Sections
 
 MODEL = "model_args.model_name_or_path"  # key in a role's section
 
@@ -286,13 +286,13 @@ class RoleReader:
                 role.diag.note(key, f"has no effect, as this role {why}; {where}")
 
     def _kind(self, role: Worker) -> str:
-        """Return the kind of a role with devices: one of the kinds in `key_hints`."""
+        """Return the kind of a role with devices: one of the kinds in `unknown_keys`."""
         if role.job == "rollout":
-            return key_hints.ROLLOUT
+            return unknown_keys.ROLLOUT
         if any(role is teacher for teacher in self._sections.teachers.values()):
-            return key_hints.ELSEWHERE if role.external else key_hints.TEACHER
-        kinds = {key_hints.TRAIN: self._sections.train, key_hints.CRITIC: self._sections.critic}
-        return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
+            return unknown_keys.ELSEWHERE if role.external else unknown_keys.TEACHER
+        kinds = {unknown_keys.TRAIN: self._sections.train, unknown_keys.CRITIC: self._sections.critic}
+        return next((kind for kind, one in kinds.items() if role is one), unknown_keys.FROZEN)
 
     def _check_adapters(self) -> None:
         """Check the keys for adapters.

@@ -23,17 +23,18 @@ from roll_opd.objective.algorithms import loss_facts
 from roll_opd.planner import (
     check_async,
     check_objective,
-    check_values,
     device_mapping,
+    lengths_and_batches,
     role_parts,
     row_plans,
     teacher_sections,
 )
-from roll_opd.planner.engine_gate import engine_check_plan
+from roll_opd.planner.altering_options import engine_check_plan
+from roll_opd.planner.check_router_replay import check_replay_of_turns
 from roll_opd.planner.objective_plan import expand, objective_plan
-from roll_opd.planner.read_sections import Sections
 from roll_opd.planner.reward_sections import read_rewards
 from roll_opd.planner.teacher_sections import check_http_teachers, check_scorers
+from roll_opd.planner.validate_sections import Sections
 from roll_opd.workflows.workflow_checks import argument_problems, name_problem
 
 TITLES = {
@@ -61,12 +62,12 @@ def fields(sections: Sections) -> dict[str, Any] | None:
     if not isinstance(top, Top):
         return None
     top = top.with_tasks(sections.infer.generating_args if sections.infer else None)
-    check_values.check_replay_of_turns(top.workflow, sections.train)
+    check_replay_of_turns(top.workflow, sections.train)
     check_objective.check_objective(top, sections.mode)
     check_objective.check_topk(top, sections.shared_vocabulary)
     device_mapping.check_devices(sections.placed(), top)
     check_async.check_async(top, sections)
-    top = sections.top = check_values.read_sizes(sections, top)
+    top = sections.top = lengths_and_batches.read_sizes(sections, top)
     teacher_sections.check_teachers(sections, top)
     check_http_teachers(sections, top)
     check_scorers(sections)
@@ -90,7 +91,7 @@ def fields(sections: Sections) -> dict[str, Any] | None:
     sequences, samples = top.rollout_batch_size * top.responses, train.mini_batch  # of a step; of an update
     added = None
     if demonstrations is not None:
-        each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
+        each = lengths_and_batches.demonstration_rows(samples, top.expert_data_ratio or 0.0)
         samples -= each
         added = DemonstrationPlan(demonstrations, each, updates=sequences // samples)
     # tasks may have a remainder, for which one more update is made

@@ -27,7 +27,7 @@ from roll_opd.data.row_formats import RESERVED_VARIABLES, BadRow, DataError, Row
 from roll_opd.data.teacher_files import SCHEMA
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.tokenizer_files import chat_template_of, has_chat_template
-from roll_opd.planner.read_sections import Sections
+from roll_opd.planner.validate_sections import Sections
 
 COLUMNS = ("messages", "prompt", "tag", "id", "ground_truth")  # keys of data_args that name a column
 SHARE_TOLERANCE = 0.01  # wide enough for thirds written as 0.33

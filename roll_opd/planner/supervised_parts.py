@@ -22,8 +22,8 @@ from roll_opd.data.row_formats import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.objective.registry import POLICY_LOSSES, AlgorithmError
-from roll_opd.planner import check_values, device_mapping, role_parts, row_plans
-from roll_opd.planner.read_sections import Sections
+from roll_opd.planner import device_mapping, lengths_and_batches, role_parts, row_plans
+from roll_opd.planner.validate_sections import Sections
 
 PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys whose values are in other fields of the plan
 TEACHER = "teacher"  # name of the teacher in the plan, metrics and records
@@ -36,13 +36,13 @@ def fields(sections: Sections) -> dict[str, Any] | None:
         return None
     device_mapping.check_devices(sections.placed(), top)
     length = top.sequence_length
-    check_values.check_positions(top, sections.all(), length, str(length), "sequence_length")
+    lengths_and_batches.check_positions(top, sections.all(), length, str(length), "sequence_length")
     if isinstance(top, OfflineDistill):
         found = _teacher_file_fields(top, train)
     else:
         found = _rows(top, train) | {"objective": _objective(top)}
-    check_values.check_micro_batches(sections.all(), length, answers=top.answers)
-    rows, update = check_values.rows_per_step(top, train)
+    lengths_and_batches.check_micro_batches(sections.all(), length, answers=top.answers)
+    rows, update = lengths_and_batches.rows_per_step(top, train)
     steps, epochs = _steps(top, train, found["data"], rows)
     if top.diag.problems or found["data"] is None:
         return None

@@ -9,8 +9,8 @@ from roll_opd.config.schema import ContextKeys, HttpKeys, ScorerKeys, TeacherWor
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_info import same_weights
 from roll_opd.models.tokenizer_files import has_chat_template
-from roll_opd.planner.check_values import micro_batch
-from roll_opd.planner.read_sections import Sections
+from roll_opd.planner.lengths_and_batches import micro_batch
+from roll_opd.planner.validate_sections import Sections
 from roll_opd.teachers.kinds import TEACHERS
 
 PREFIX_TOPK = 20  # default of --max-logprobs in vLLM's servers

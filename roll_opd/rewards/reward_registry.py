@@ -13,6 +13,7 @@ from functools import partial
 from textwrap import indent
 from typing import Any
 
+from roll_opd.base.failures import EndpointError
 from roll_opd.base.registry import Registry, arguments
 from roll_opd.config.roll_keys import REWARD_CLASSES_OF_ROLL
 from roll_opd.rewards.interface import RewardError, RewardFunction
@@ -37,7 +38,7 @@ REWARDS: Registry[RewardFacts] = Registry(
     package="roll_opd.rewards.builtin",
     facts_type=RewardFacts,
     group="rewards",
-    fallbacks=("math_rule",),
+    fallbacks={"math_rule": "math_verify"},
 )
 register = REWARDS.register
 
@@ -66,7 +67,10 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> 
     found = _checked(worker, args, given)
     if not inspect.isclass(found):
         return partial(found, **args) if args else found
-    made: Any = found(*given, **(args or {}))
+    try:
+        made: Any = found(*given, **(args or {}))
+    except EndpointError as error:
+        raise RewardError(str(error)) from None
     return getattr(made, "score", made)
 
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_opd.base.failures import RunError, excerpt
+from roll_opd.base.http_endpoint import Endpoint, GaveUp
 from roll_opd.data.templates import load_tokenizer, token_ids
-from roll_opd.rewards.service_client import Endpoint, GaveUp
 from roll_opd.teachers.answer_cache import TEXT, Fingerprint
 from roll_opd.teachers.http_protocols import Question
 from roll_opd.teachers.http_teacher import AGREEMENT, HttpScorer

@@ -20,8 +20,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from roll_opd.base.failures import RunError, is_passing
+from roll_opd.base.http_endpoint import Answer, AttemptFailed, Endpoint, RequestLimits
 from roll_opd.base.installed import is_installed
-from roll_opd.rewards.service_client import Answer, AttemptFailed, Endpoint, RequestLimits
 from roll_opd.teachers.teacher_interface import Target
 
 SMALLEST = -9990.0  # vLLM writes -9999 for a log-prob of -inf

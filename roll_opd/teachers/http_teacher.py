@@ -24,11 +24,10 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_opd.base.addresses import below, server_root
-from roll_opd.base.failures import RunError, excerpt
+from roll_opd.base.failures import EndpointError, RunError, excerpt
+from roll_opd.base.http_endpoint import Endpoint, GaveUp, RequestLimits
 from roll_opd.config.plan import HttpPlan, RunPlan, TeacherPlan
 from roll_opd.models.model_info import read_model
-from roll_opd.rewards.interface import RewardError
-from roll_opd.rewards.service_client import Endpoint, GaveUp, RequestLimits
 from roll_opd.samples.sample import TargetRef
 from roll_opd.teachers.answer_cache import FINGERPRINT, AnswerCache, Fingerprint, request_key
 from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply, TinkerEndpoint
@@ -113,7 +112,7 @@ class HttpScorer:
         self._vocab_size = vocab_size
         try:
             self._endpoints = [self._scoring_endpoint(url) for url in plan.url]
-        except RewardError as error:  # an address or a proxy that cannot be used
+        except EndpointError as error:  # an address or a proxy that cannot be used
             raise RunError(f"teacher {name}: {error}") from None
         self._busy = [0] * len(self._endpoints)
         self._answered = self._checked = time.monotonic()

@@ -295,7 +295,7 @@ class RewardWorker:
 
 
 class LocalModel:
-    """Client of a judge model's vLLM engines (see `roll_opd.rewards.service_client.Complete`)."""
+    """Client of a judge model's vLLM engines. A call returns the text of the model's answer."""
 
     def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
         """Send requests to `engines` in turn (round-robin), with the sampling settings of `plan`.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll_opd.base.addresses import chat_url
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.rewards.service_client import chat_url
 from roll_opd.workflows.call_tree import CallTree
 from roll_opd.workflows.model_wrapper import ModelWrapper, Responses
 from roll_opd.workflows.run_state import ModelFacts, RunState, generate_kwargs

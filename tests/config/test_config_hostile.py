@@ -23,7 +23,7 @@ from roll_opd.commands import main
 from roll_opd.config.compose import load_config
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.check_values import check_batched_tokens
+from roll_opd.planner.lengths_and_batches import check_batched_tokens
 from roll_opd.planner.load_plan import load_plan
 
 MODEL = "student_train.model_args.model_name_or_path"

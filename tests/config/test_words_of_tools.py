@@ -6,7 +6,7 @@ from typing import Any
 
 from roll_opd.config.schema import Reward, Section, TeacherWorker, Top, Validation, Worker
 from roll_opd.extras.other_tools.words import NOTHING, WORDS
-from roll_opd.planner.key_hints import _tree
+from roll_opd.planner.unknown_keys import _tree
 
 Problems = Callable[..., list[str]]
 ROLES: dict[str, type[Section]] = {"{role}": Worker, "{train}": Worker, "{infer}": Worker, "teacher": TeacherWorker}

@@ -19,8 +19,8 @@ from roll_opd.base.failures import full_disk
 from roll_opd.commands.exit_codes import exit_code
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints
+from roll_opd.tracking.metrics_writer import MetricsWriter
 from roll_opd.tracking.run_directory import RunDirectory, write_atomic
-from roll_opd.tracking.trackers import Trackers
 from tests.hub_server import serve
 
 BYTES = 8 * 2**20  # more than there is room for
@@ -122,7 +122,7 @@ def test_a_file_system_without_inodes_is_named(disk: Path) -> None:
 def test_metrics_and_the_exit_code(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (disk / "full").write_bytes(bytes(2**21 - 2**13))
     run = RunDirectory(disk)
-    trackers = Trackers.open((), run)
+    trackers = MetricsWriter.open((), run)
     trackers.log(1, {f"metric/{number}": 1.0 for number in range(2000)})
     trackers.close()
     said = " ".join(capsys.readouterr().err.split())

@@ -151,7 +151,7 @@ def test_a_new_reward_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_is_known_of_a_reward(users_module: str) -> None:
     facts = {name: REWARDS.facts(name) for name in REWARDS.builtin}
     needing = {name for name, known in facts.items() if known.needs_ground_truth}
-    assert needing == {"math_rule", "multiple_choice", "crossthinkqa", "general_rule"}
+    assert needing == {"math_rule", "math_verify", "multiple_choice", "crossthinkqa", "general_rule"}
     keeping_time = {name for name, known in facts.items() if known.keeps_time}
     assert keeping_time == {"math_rule", "code_sandbox", "llm_judge", "remote"}
     assert {name: known.max_concurrency for name, known in facts.items() if known.max_concurrency} == {"remote": 4}

@@ -17,9 +17,9 @@ from roll_opd.pipelines.validation_runs import SECONDS, ConcurrentValidation
 from roll_opd.rollout.workflow_protocol import SingleTurn
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.metrics_writer import MetricsWriter
 from roll_opd.tracking.run_directory import METRICS, RunDirectory, read_jsonl
 from roll_opd.tracking.summary import ACCURACY
-from roll_opd.tracking.trackers import Trackers
 
 STEPS, EVERY, PROMPTS = 6, 2, 5
 
@@ -53,7 +53,7 @@ class Loop:
 
     def __init__(self, place: Path, make_source: Any, saves: tuple[int, ...] = ()) -> None:
         self.directory, self.engine, self.saves = RunDirectory.create(place, "exp"), ReservedEngine(), {*saves, STEPS}
-        trackers = Trackers.open((), self.directory)
+        trackers = MetricsWriter.open((), self.directory)
         logger = SimpleNamespace(
             hold=trackers.hold,
             release=lambda _, metrics: trackers.release(metrics),

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import teacher_server
 
+from roll_opd.base import http_endpoint
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import HttpPlan
 from roll_opd.pipelines.start_roles import check_teachers
 from roll_opd.planner.load_plan import load_plan
-from roll_opd.rewards import service_client
 from roll_opd.teachers import http_checks, http_teacher
 from roll_opd.teachers.answer_cache import AnswerCache
 from roll_opd.teachers.http_checks import check_server, probe_strings
@@ -56,7 +56,7 @@ def servers() -> Iterator[list[str]]:
 
 @pytest.fixture
 def url(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(service_client, "FIRST_DELAY", 0.02)
+    monkeypatch.setattr(http_endpoint, "FIRST_DELAY", 0.02)
     for one in servers:
         asked(one, "/script", {})
     return servers[0]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from teacher_server import logprobs_after
 
+from roll_opd.base import http_endpoint
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import HttpPlan
-from roll_opd.rewards import service_client
 from roll_opd.teachers.http_protocols import Question, Reply
 from roll_opd.teachers.http_teacher import HttpScorer
 
@@ -27,7 +27,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("TOY_KEY", "tml-very-secret-word")
-    monkeypatch.setattr(service_client, "FIRST_DELAY", 0.02)
+    monkeypatch.setattr(http_endpoint, "FIRST_DELAY", 0.02)
     with tinker_service() as server:
         yield server
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from roll_opd.tracking.builtin.prometheus import exposition
+from roll_opd.tracking.metrics_writer import MetricsWriter
 from roll_opd.tracking.run_directory import RunDirectory, read_jsonl
-from roll_opd.tracking.trackers import Trackers
 
 parser = pytest.importorskip("prometheus_client.parser")
 BOARD = Path(__file__).parents[2] / "examples/grafana/roll_opd.json"
@@ -39,7 +39,7 @@ def test_every_metric_of_a_run_is_read_back() -> None:
 
 def test_the_endpoint_has_the_last_step_until_the_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory.create(tmp_path, "exp")
-    trackers = Trackers.open(("prometheus",), run, args={"prometheus": {"port": 0}})
+    trackers = MetricsWriter.open(("prometheus",), run, args={"prometheus": {"port": 0}})
     [url] = re.findall(r"http://127\.0\.0\.1:\d+/metrics", capsys.readouterr().out)
     assert urllib.request.urlopen(url).read() == b""
     for step in (1, 2):
@@ -52,7 +52,9 @@ def test_the_endpoint_has_the_last_step_until_the_run_ends(tmp_path: Path, capsy
     assert found["opd/x"][:2] == ("roll_opd_opd_x", 1.0) and found["opd/x"][2]["experiment"] == "exp"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(url.removesuffix("metrics"))
-    other = Trackers.open(("prometheus",), run, args={"prometheus": {"port": int(url.split(":")[2].split("/")[0])}})
+    other = MetricsWriter.open(
+        ("prometheus",), run, args={"prometheus": {"port": int(url.split(":")[2].split("/")[0])}}
+    )
     assert other.names == ("jsonl",) and "could not be opened" in capsys.readouterr().err
     trackers.close()
     with pytest.raises(urllib.error.URLError):

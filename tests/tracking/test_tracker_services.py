@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_opd.tracking.metrics_writer import MetricsWriter
 from roll_opd.tracking.run_directory import RunDirectory, read_jsonl
-from roll_opd.tracking.trackers import Trackers
 
 EXTRA = "an optional tracker: pip install 'roll_opd[{}]'"
 
@@ -43,7 +43,7 @@ def silent_server() -> Iterator[str]:
 def log_and_resume(run: RunDirectory, tracker: str, args: dict | None = None) -> None:
     """Steps 1 and 2, then step 3 of the resumed run."""
     for resume_step, steps in ((None, (1, 2)), (2, (3,))):
-        trackers = Trackers.open((tracker,), run, resume_step, {tracker: args or {}})
+        trackers = MetricsWriter.open((tracker,), run, resume_step, {tracker: args or {}})
         for step in steps:
             trackers.log(step, {"opd/x": step / 2, "val_correct/all/pass@4": 0.5})
         assert trackers.names == ("jsonl", tracker)
@@ -133,14 +133,14 @@ def test_mlflow_in_the_run_directory(run: RunDirectory, capfd: pytest.CaptureFix
 
 DRIVER = """
 import sys, time
-from roll_opd.tracking.trackers import TrackerTimeouts
+from roll_opd.tracking.metrics_writer import TrackerTimeouts
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.tracking.trackers import Trackers
+from roll_opd.tracking.metrics_writer import MetricsWriter
 
 run = RunDirectory(__import__("pathlib").Path(sys.argv[1]))
 args = {"api_key": "0" * 40, "base_url": sys.argv[2], "settings": {"init_timeout": float(sys.argv[3])}}
 timeouts = TrackerTimeouts(opening=1.0, silence=1.0, closing=float(sys.argv[4]))
-trackers = Trackers.open(("wandb",), run, args={"wandb": args}, timeouts=timeouts)
+trackers = MetricsWriter.open(("wandb",), run, args={"wandb": args}, timeouts=timeouts)
 for step in range(1, 21):
     began = time.monotonic()
     trackers.log(step, {"x": 1.0})

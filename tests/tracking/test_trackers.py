@@ -14,13 +14,12 @@ from tensorboard.summary.writer import event_file_writer
 
 from roll_opd.base.registry import argument_problems, arguments, defaults
 from roll_opd.tracking import builtin
+from roll_opd.tracking.metrics_writer import MetricsWriter, TrackerTimeouts
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl
 from roll_opd.tracking.trackers import (
     TRACKERS,
     TrackerError,
     TrackerFacts,
-    Trackers,
-    TrackerTimeouts,
     as_list,
     find,
     register,
@@ -162,7 +161,7 @@ def release() -> threading.Event:
 
 
 def test_trackers_agree_and_resume_replaces_later_steps(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    trackers = Trackers.open(("tensorboard", "stdout"), run)
+    trackers = MetricsWriter.open(("tensorboard", "stdout"), run)
     assert trackers.names == ("jsonl", "tensorboard", "stdout")
     for step in (1, 2, 3):
         trackers.log(step, {"opd/x": float(step)})
@@ -175,7 +174,7 @@ def test_trackers_agree_and_resume_replaces_later_steps(run: RunDirectory, capsy
     assert trackers.names == ("jsonl",)
 
     run = RunDirectory.resume(run.path, step=2)
-    trackers = Trackers.open(("tensorboard",), run, resume_step=2)
+    trackers = MetricsWriter.open(("tensorboard",), run, resume_step=2)
     trackers.log(3, {"opd/x": 30.0})
     trackers.close()
     assert scalars(run.tensorboard) == {"opd/x": [(1, 1.0), (2, 2.0), (3, 30.0)]}
@@ -196,7 +195,7 @@ def test_charts_go_on_after_resumes(run: RunDirectory, monkeypatch: pytest.Monke
         }
 
     def part(resume_step: int | None, last: int) -> None:
-        trackers = Trackers.open(("tensorboard",), run, resume_step=resume_step)
+        trackers = MetricsWriter.open(("tensorboard",), run, resume_step=resume_step)
         for step in range((resume_step or 0) + 1, last + 1):
             trackers.log(step, metrics(step))
         trackers.close()
@@ -212,7 +211,7 @@ def test_charts_go_on_after_resumes(run: RunDirectory, monkeypatch: pytest.Monke
 
 def test_a_tracker_gets_its_own_arguments(run: RunDirectory, tmp_path: Path) -> None:
     args = {"tensorboard": {"log_dir": str(tmp_path / "tb")}, "test_trackers.Recorder": {"greeting": "hello"}}
-    trackers = Trackers.open(args, run, resume_step=7, args=args)
+    trackers = MetricsWriter.open(args, run, resume_step=7, args=args)
     trackers.log(8, {"x": 1.0})
     trackers.close()
     assert scalars(tmp_path / "tb") == {"x": [(8, 1.0)]}
@@ -222,7 +221,7 @@ def test_a_tracker_gets_its_own_arguments(run: RunDirectory, tmp_path: Path) -> 
 
 
 def test_close_writes_every_row_of_a_slow_tracker(run: RunDirectory) -> None:
-    trackers = Trackers.open(("test_trackers.Recorder",), run)
+    trackers = MetricsWriter.open(("test_trackers.Recorder",), run)
     for step in range(500):
         trackers.log(step, {"x": 1.0})
     trackers.close()
@@ -230,7 +229,7 @@ def test_close_writes_every_row_of_a_slow_tracker(run: RunDirectory) -> None:
 
 
 def test_a_call_that_raises_is_retried(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    trackers = Trackers.open(("test_trackers.Flaky",), run, timeouts=IMPATIENT)
+    trackers = MetricsWriter.open(("test_trackers.Flaky",), run, timeouts=IMPATIENT)
     for step in (1, 2, 3, 4):
         trackers.log(step, {"x": 1.0})
     trackers.close()
@@ -250,7 +249,7 @@ def test_a_call_that_raises_is_retried(run: RunDirectory, capsys: pytest.Capture
 def test_a_tracker_that_raises_causes_one_warning_and_no_other_tracker_stops(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], tracker: str, words: str
 ) -> None:
-    trackers = Trackers.open((f"test_trackers.{tracker}", "stdout"), run, timeouts=IMPATIENT)
+    trackers = MetricsWriter.open((f"test_trackers.{tracker}", "stdout"), run, timeouts=IMPATIENT)
     for step in range(1, 5):
         trackers.log(step, {"x": 1.0})
     trackers.close()
@@ -279,7 +278,7 @@ def test_a_tracker_that_hangs_delays_no_step(
 ) -> None:
     name = "test_trackers.Hanging"
     began = time.monotonic()
-    trackers = Trackers.open((name, "stdout"), run, args={name: {"where": where}}, timeouts=IMPATIENT)
+    trackers = MetricsWriter.open((name, "stdout"), run, args={name: {"where": where}}, timeouts=IMPATIENT)
     assert time.monotonic() - began < 2
     trackers.log(1, {"x": 1.0})
     time.sleep(2 * IMPATIENT.silence)
@@ -308,7 +307,7 @@ def test_a_tracker_that_hangs_delays_no_step(
 
 def test_a_tracker_that_returns_in_time_has_every_row(run: RunDirectory, release: threading.Event) -> None:
     name = "test_trackers.Hanging"
-    trackers = Trackers.open((name,), run, args={name: {"where": "open"}}, timeouts=IMPATIENT)
+    trackers = MetricsWriter.open((name,), run, args={name: {"where": "open"}}, timeouts=IMPATIENT)
     for step in range(1, 5):
         trackers.log(step, {"x": 1.0})
     release.set()
@@ -321,7 +320,7 @@ def test_a_tracker_that_was_slow_once_is_dropped_with_a_warning(
     run: RunDirectory, release: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "test_trackers.SlowThenFailing"
-    trackers = Trackers.open((name,), run, args={name: {"where": "open"}}, timeouts=IMPATIENT)
+    trackers = MetricsWriter.open((name,), run, args={name: {"where": "open"}}, timeouts=IMPATIENT)
     release.set()
     for step in (1, 2, 3):
         trackers.log(step, {"x": 1.0})
@@ -332,7 +331,7 @@ def test_a_tracker_that_was_slow_once_is_dropped_with_a_warning(
 
 
 def test_metrics_after_a_failed_write_are_written(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    trackers = Trackers.open((), run)
+    trackers = MetricsWriter.open((), run)
     run.metrics_file.mkdir()  # whatever keeps a file from being written
     trackers.log(1, {"x": 1.0})
     trackers.log(2, {"x": 1.0})
@@ -373,7 +372,7 @@ def test_a_new_tracker_is_one_file(tmp_path: Path, run: RunDirectory, monkeypatc
         assert set(arguments(find("notes"), given_by_us=2)) == {"size"}
         wrong = dict(argument_problems(find("notes"), {"size": 1.5}, given_by_us=2))
         assert wrong == {"size": "should be a valid integer, got 1.5"}
-        trackers = Trackers.open(("notes",), run, args={"notes": {"size": 5}})
+        trackers = MetricsWriter.open(("notes",), run, args={"notes": {"size": 5}})
         trackers.log(1, {"x": 1.0})
         trackers.close()
         assert (run.path / "notes").read_text() == "1 5"

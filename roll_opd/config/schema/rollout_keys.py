@@ -260,7 +260,7 @@ class Top(Run, ObjectiveKeys, StepKeys, CriticKeys, RolloutKeys, WorkflowKeys):
 
     @classmethod
     def before_roles(cls, sections: Any) -> None:
-        """Change the sections of the configuration (`planner.read_sections.Sections`) before the roles are read."""
+        """Change the sections of the configuration (`planner.validate_sections.Sections`) before the roles are read."""
 
     def with_tasks(self, args: GeneratingArgs | None) -> Self:
         """Return these keys with the sizes and the workflow of the tasks. `args` are those of the rollout."""

@@ -299,7 +299,7 @@ class Worker(Section):
     engine_args: dict[str, Any] = derived({})  # options that are passed to the engine
     engine_dtype: Dtype | None = derived(None)  # precision that the options of Megatron set
     use_distributed_optimizer: bool = derived(True)
-    overlaps: tuple[str, ...] = derived(())  # names in `strategies.OVERLAPS` that are enabled
+    overlaps: tuple[str, ...] = derived(())  # names in `layouts_and_devices.OVERLAPS` that are enabled
     max_model_len: int | None = derived(None)  # of vLLM, as written
     sleep_level: int = derived(2)  # of vLLM
     mini_batch: int | None = derived(None)  # sequences of an update

@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from roll_opd.base.http_endpoint import Endpoint, GaveUp, RequestLimits
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.reward_registry import register
-from roll_opd.rewards.service_client import Endpoint, GaveUp, RequestLimits
 
 ADVICE = {
     **dict.fromkeys(("http_401", "http_403"), "check headers"),

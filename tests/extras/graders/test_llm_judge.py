@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from scripted_server import ScriptedServer, attempts_failed, scored
 
+from roll_opd.base.addresses import chat_url
 from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.http_endpoint import DOWN_AFTER
 from roll_opd.extras.graders.rewards.llm_judge import LLMJudge
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve
-from roll_opd.rewards.service_client import DOWN_AFTER, chat_url
 
 Serve = Callable[..., ScriptedServer]
 FAULTS = ("429", "429 after 1", "500", "503", "408", "cut", "alien", "half", "reset", "stall")

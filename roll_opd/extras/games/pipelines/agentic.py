@@ -34,8 +34,8 @@ from roll_opd.extras.games.prompt_templates import (
 )
 from roll_opd.extras.games.task_source import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.objective.registry import AdvantageFacts
-from roll_opd.planner.read_sections import Sections
 from roll_opd.planner.role_parts import sampling_plan
+from roll_opd.planner.validate_sections import Sections
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
 WORKFLOW = "environment_workflow"

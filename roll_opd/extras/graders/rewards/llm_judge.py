@@ -1,6 +1,6 @@
 """`llm_judge`: the reward is read from the verdict of a language model on each response.
 
-A `Complete` sends the requests to the model, see `roll_opd.rewards.service_client`.
+A `Complete` sends the requests to the model, see `roll_opd.extras.graders.judge_client`.
 """
 
 import asyncio
@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from roll_opd.base.http_endpoint import GaveUp, RequestLimits
 from roll_opd.base.paths import find_path, places
+from roll_opd.extras.graders.judge_client import ChatEndpoint, Complete, Messages
 from roll_opd.extras.graders.judge_prompts import (
     JUDGE_PROMPTS,
     JudgePrompt,
@@ -27,7 +29,6 @@ from roll_opd.extras.graders.judge_prompts import (
 )
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.reward_registry import register
-from roll_opd.rewards.service_client import ChatEndpoint, Complete, GaveUp, Messages, RequestLimits
 
 VERDICT_ATTEMPTS = 3
 RETRY_PROMPT = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."

@@ -1,4 +1,4 @@
-"""Give hints for keys that are misspelt or in the wrong section."""
+"""Errors for unknown keys: a misspelt key, a key in the wrong section, or a word of another tool."""
 
 from collections.abc import Iterator, Mapping, Set
 from functools import cache
@@ -6,7 +6,9 @@ from typing import Any, get_args, get_origin
 
 from roll_opd.base.entry_points import entries, load
 from roll_opd.base.failures import RESEMBLES, did_you_mean
+from roll_opd.config.compose import COMMAND_LINE
 from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.roll_keys import REWARD_KEYS_OF_ROLL
 from roll_opd.config.schema import (
     MIXED_ROLES,
     PIPELINES,
@@ -26,6 +28,8 @@ from roll_opd.config.schema import (
 )
 
 ROLES = (PURE_ROLES, MIXED_ROLES)
+# minimum similarity of a misspelt and a known key where users choose names, which may be similar by chance
+SAME_WORD = 0.85
 SAME_SECTION = 0.85  # minimum similarity of a misspelt and a known section: `algorithm` is not `algorithm_type`
 MOST_ADVICE = 8  # keys of an unknown section that its error answers
 TRAIN, ROLLOUT, TEACHER, FROZEN, CRITIC = "train", "rollout", "teacher", "frozen", "critic"  # kinds of roles
@@ -56,7 +60,7 @@ def kind_of(role: str) -> str:
 
 
 def typing_error(
-    path: str, key: str, value: Any, known: set[str], written: Set[str] = frozenset(), *, may_be_variable: bool = False
+    path: str, key: str, value: Any, known: Set[str], written: Set[str] = frozenset(), *, may_be_variable: bool = False
 ) -> str | None:
     """Return the error for an unknown key, or None if the key resembles no known key.
 
@@ -84,6 +88,52 @@ def typing_error(
     if is_section and not (may_be_variable and _holds_environments(value)):
         return _foreign_section(key, value, written)
     return None
+
+
+def unknown_key_problem(
+    section: type[Section], key: str, value: Any, known: Set[str], place: Diagnostics
+) -> str | None:
+    """Return the error for an unknown key of the section at `place`; None for an argument that the section passes on.
+
+    An argument that resembles a key of the section is a misspelt key.
+    """
+    if section.free:
+        hint = did_you_mean(key, known | REWARD_KEYS_OF_ROLL, "", SAME_WORD)
+        return f"unknown key; {hint}" if hint and key not in REWARD_KEYS_OF_ROLL else None
+    problem = typing_error(place.path, key, value, known, top_level(place))
+    return problem or "unknown key, and no known key has a similar name; remove it"
+
+
+def variables_of_file(
+    values: Mapping[str, Any], known: set[str], ignored: frozenset[str], variables: frozenset[str], diag: Diagnostics
+) -> set[str]:
+    """Return the unknown top-level keys that may be variables of the file.
+
+    Variables that no value refers to are recorded in `diag.dropped`.
+
+    ROLL ignores all unknown keys. Here an unknown key is a typing error in three cases: its name resembles a known key,
+    some section has a key of this name, or its value has keys of a role.
+    """
+    own = set()
+    for key, value in values.items():
+        if key in known:
+            continue
+        if key in variables:
+            own.add(key)
+        elif key in ignored or diag.origins.get(str(key)) == COMMAND_LINE:
+            continue  # an override that no file refers to is not a variable
+        elif not typing_error("", str(key), value, {*known, *ignored}, may_be_variable=True):
+            own.add(key)
+            diag.dropped.add(str(key))
+    return own
+
+
+def keys_of_other_pipelines(values: Mapping[str, Any], known: set[str], diag: Diagnostics) -> set[str]:
+    """Return the keys that only other pipelines with a rollout have. They are reported as keys without effect."""
+    others = {key for keys in PIPELINES.values() if issubclass(keys, Top) for key in keys_of(keys)}
+    found = (values.keys() & others) - known
+    diag.unused(*found)
+    return found
 
 
 def _advice(path: str, train: str, infer: str) -> str | None:

@@ -14,8 +14,8 @@ from roll_opd.config.schema import SamplingKeys, Top, Worker, changed, shared
 from roll_opd.models.engine_options import ALTERING_OPTIONS, DRAFT_MODEL, DTYPE_NAMES, ROUNDING_OPTIONS
 from roll_opd.models.hub_models import note_download
 from roll_opd.models.model_info import ModelFilesError, find_model, read_model
+from roll_opd.planner.layouts_and_devices import OPTIONS
 from roll_opd.planner.objective_plan import read_correction
-from roll_opd.planner.strategies import OPTIONS
 
 SHORTHANDS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 WITHOUT_DRAFT = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")

@@ -1,4 +1,4 @@
-"""Checks of values: lengths, sampling, batches and routing replay.
+"""Read and check the lengths of sequences and the sizes of batches: steps, mini-batches and micro-batches.
 
 These functions read no files and raise no exceptions. Problems are recorded in the section that has the key.
 """
@@ -10,10 +10,9 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import MicroBatchLimits, RolloutPlan, RunPlan
 from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker, changed
 from roll_opd.models.memory import VLLM_MAX_SEQUENCES
-from roll_opd.planner.read_sections import Sections
-from roll_opd.planner.strategies import OPTIONS
+from roll_opd.planner.layouts_and_devices import OPTIONS
+from roll_opd.planner.validate_sections import Sections
 
-ROUTER_REPLAY = "router_replay.mode"
 SHARE_TOLERANCE = 0.05  # largest error of a sum of shares: thirds may be written as 0.333
 MAX_SEQUENCES = 10**7  # sequences of a step, limited by the driver's memory
 
@@ -346,30 +345,3 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
         return MicroBatchLimits(tokens=tokens)
     size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size
     return MicroBatchLimits(sequences=size)
-
-
-def check_replay_of_turns(workflow: str | None, train: Worker | None) -> None:
-    """Refuse routing replay in workflows, because routes are not recorded for their turns."""
-    if workflow and train and train.router_replay.mode != "disable":
-        train.diag.error(
-            ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; write mode: disable"
-        )
-
-
-def check_replay(sections: Sections, supervised: bool) -> None:
-    """Refuse routing replay where it cannot work.
-
-    It needs a rollout, the student's roles, the same mode in both of these roles, and a model with experts.
-    """
-    train, infer = (None, None) if supervised else (sections.train, sections.infer)
-    for worker in sections.written():
-        if worker.router_replay.mode != "disable" and worker is not train and worker is not infer:
-            worker.diag.error(ROUTER_REPLAY, "only a student that samples has recorded routes; write mode: disable")
-    if not (train and infer):
-        return
-    written, returned = train.router_replay.mode, infer.router_replay.mode
-    if written != returned:
-        both = f"{train.path}.{ROUTER_REPLAY} is {written}, {infer.path}.{ROUTER_REPLAY} {returned}"
-        train.diag.error(ROUTER_REPLAY, f"{both}; use the same mode in both, as one replays what the other records")
-    elif written != "disable" and train.info and not train.info.experts:
-        train.diag.error(ROUTER_REPLAY, f"{train.info.path.name} has no experts to replay; write mode: disable")

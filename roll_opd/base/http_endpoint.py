@@ -1,6 +1,6 @@
 """JSON client of one URL, with retries, rate limits and detection of outages.
 
-Rewards and teachers on HTTP servers use the client `Endpoint`. `ChatEndpoint` is the client for judge models.
+Teachers, rewards and judges on HTTP servers use the client `Endpoint`.
 
 Transient failures are retried for `retry_seconds`: 429, 5xx, timeouts, lost connections and unreadable answers. Each
 failed attempt is counted. Permanent failures such as 401 and 404 end the request immediately.
@@ -19,14 +19,12 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 from roll_opd.base.addresses import address_fault, proxy_of
-from roll_opd.base.failures import excerpt, is_passing
-from roll_opd.rewards.interface import RewardError
+from roll_opd.base.failures import EndpointError, excerpt, is_passing
 
 if TYPE_CHECKING:
     import httpx  # imported lazily: importing takes 0.5 s, which planning need not spend
@@ -63,7 +61,7 @@ class GaveUp(Exception):
 class RequestLimits:
     """Rate limits and timeouts of an endpoint.
 
-    Raises `RewardError` for a wrong value.
+    Raises `EndpointError` for a wrong value.
     """
 
     request_seconds: float = 120  # timeout of a request, from its first byte to the last byte of the response
@@ -77,7 +75,7 @@ class RequestLimits:
                 continue
             fits = isinstance(value, int if name == "concurrency" else int | float) and not isinstance(value, bool)
             if not fits or not math.isfinite(value) or value < 0 or (value == 0 and name != "retry_seconds"):
-                raise RewardError(
+                raise EndpointError(
                     f"{name}: {value!r} is not a positive {'integer' if name == 'concurrency' else 'number'}"
                 )
 
@@ -120,7 +118,7 @@ class Endpoint:
         try:
             self._proxy = proxy_of(url)
         except ValueError as error:
-            raise RewardError(f"{self.shown_url}: {error}") from None
+            raise EndpointError(f"{self.shown_url}: {error}") from None
         self._headers = {"Content-Type": "application/json", **_checked_headers(headers)}
         self._secrets = [word for value in headers.values() for word in value.split() if len(word) > 3]
         self._limits, self._advice = limits, {**ADVICE, **advice}
@@ -331,72 +329,14 @@ def _checked_url(text: str) -> "tuple[httpx.URL, str]":
         fault, url = f"is not an address: {error}; write one such as http://host:8000", httpx.URL()
     if fault:
         shown = re.sub(r"//[^/]*@|\?.*", "", str(text))
-        raise RewardError(f"{shown!r} {fault}")
+        raise EndpointError(f"{shown!r} {fault}")
     return url, str(url.copy_with(username=None, password=None, query=None, fragment=None))
 
 
 def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
     for name, value in headers.items():
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
-            raise RewardError(
+            raise EndpointError(
                 f"the header {name} (of the key or of headers) is not a line of printable ASCII; correct its value"
             )
     return dict(headers)
-
-
-Messages = list[dict[str, str]]
-# (messages, errors) -> text of the model's answer; counts retried failures in `errors` by kind, raises `GaveUp`.
-Complete = Callable[[Messages, Counter[str]], Awaitable[str]]
-
-CHAT_ADVICE = {
-    **dict.fromkeys(("http_401", "http_403"), "check judge_api_key, or the environment variable named in api_key_env"),
-    "http_404": "check judge_api_url and judge_model_name",
-    **dict.fromkeys(("http_400", "http_422"), "check judge_model_name, max_tokens and extra_body"),
-}
-
-
-class ChatEndpoint:
-    """`Complete` that sends requests to a chat completions API."""
-
-    def __init__(self, url: str, body: Mapping[str, Any], key: str, limits: RequestLimits) -> None:
-        """Create the client of a judge model.
-
-        Args:
-            body: fields of each request, except the messages. Fields that are None are omitted.
-            key: the API key; "" if the server needs no key.
-        """
-        if not url or not body["model"]:
-            raise RewardError(
-                "llm_judge needs judge_api_url (such as http://host:8000/v1) and judge_model_name; write both"
-            )
-        self._body = {name: value for name, value in body.items() if value is not None}
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._endpoint = Endpoint(chat_url(url), headers, limits, CHAT_ADVICE)
-
-    async def __call__(self, messages: Messages, errors: Counter[str]) -> str:
-        return await self._endpoint.ask({**self._body, "messages": messages}, read_completion, errors)
-
-
-def chat_url(url: str) -> str:
-    """Return the URL of the chat completions API, for example `http://host/v1/chat/completions`.
-
-    `url` is `http://host`, `http://host/v1`, the full URL, or the URL of another method of the same API.
-    """
-    if address_fault(url):
-        return url  # `Endpoint` reports the error
-    base = re.sub(r"(/chat)?/(completions|models|responses|embeddings)$", "", urlsplit(url).path.rstrip("/"), count=1)
-    return urlunsplit(urlsplit(url)._replace(path=f"{base or '/v1'}/chat/completions"))
-
-
-def read_completion(answer: Any) -> str:
-    """Return the text of a chat completion; empty if the text is missing.
-
-    Raises ValueError for JSON that is not a chat completion.
-    """
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("no choices[0].message.content") from None
-    if content is not None and not isinstance(content, str):
-        raise ValueError("choices[0].message.content is not a string")
-    return content or ""

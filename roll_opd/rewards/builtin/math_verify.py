@@ -1,7 +1,7 @@
-r"""`math_rule`: the reward is 1.0 if math-verify finds the final answer equal to the ground truth, else 0.0.
+r"""`math_verify`: the reward is 1.0 if math-verify finds the final answer equal to the ground truth, else 0.0.
 
-math-verify finds the answer in the text, such as `\boxed{...}`, and compares expressions, sets and numbers. A better
-grader may replace this one: a package that registers a reward with the same name takes precedence.
+math-verify finds the answer in the text, such as `\boxed{...}`, and compares expressions, sets and numbers. A
+configuration's `math_rule` means this reward if no installed package has a reward of that name.
 """
 
 import logging
@@ -13,8 +13,8 @@ from roll_opd.rewards.reward_registry import register
 GSM8K = "####"  # marker before the answer in GSM8K's rows
 
 
-@register("math_rule", needs_ground_truth=True)
-def math_rule(samples: Sequence[RewardSample]) -> list[Score]:
+@register("math_verify", needs_ground_truth=True)
+def math_verify(samples: Sequence[RewardSample]) -> list[Score]:
     """Return one score per sample. The reasons are: right, wrong, no answer, no ground truth."""
     return [_score(sample) for sample in samples]
 

@@ -1,10 +1,10 @@
 """Split a composed configuration into its sections, and validate each section.
 
-A section with a wrong value becomes None, so later checks run on the other sections only. The error for an unknown key
-names the most similar known key. `Diagnostics` collects keys of ROLL that have no effect here.
+A section with a wrong value becomes None, so later checks run on the other sections only. `unknown_keys` has the errors
+for unknown keys. `Diagnostics` collects keys of ROLL that have no effect here.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -12,13 +12,10 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from roll_opd.base import hardware
-from roll_opd.base.failures import did_you_mean, nearest
-from roll_opd.config.compose import COMMAND_LINE
+from roll_opd.base.failures import nearest
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.roll_keys import REWARD_KEYS_OF_ROLL
 from roll_opd.config.schema import (
     MIXED_ROLES,
-    PIPELINES,
     PURE_ROLES,
     Reading,
     RemoteModelKeys,
@@ -28,12 +25,17 @@ from roll_opd.config.schema import (
     Supervised,
     SupervisedWorker,
     TeacherWorker,
-    Top,
     Worker,
     changed,
     keys_of,
 )
-from roll_opd.planner.key_hints import is_worker, top_level, typing_error
+from roll_opd.planner.unknown_keys import (
+    SAME_WORD,
+    is_worker,
+    keys_of_other_pipelines,
+    unknown_key_problem,
+    variables_of_file,
+)
 
 S = TypeVar("S", bound=Section)
 REFERENCE = "reference"
@@ -41,8 +43,6 @@ CRITIC = "critic"
 AUXILIARY = "auxiliary_models"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge with local engines
 SHARED_JUDGE = "cluster"  # `judge_model_type` of a judge whose engine is in section `reward_model`
-# minimum similarity of a misspelt and a known key where users choose names, which may be similar by chance
-SAME_WORD = 0.85
 FRESH_SAMPLES = (
     "a teacher file has scores only of the answers in it, but this run distils on fresh samples of the student"
 )
@@ -108,7 +108,7 @@ def read_sections(
     """Validate the configuration `values`; report problems and warnings to `diag`.
 
     An unknown key is accepted as a variable of the user if another value refers to it. Any other unknown key is dropped
-    with a warning, or it is an error if it looks like a misspelt key, see `_variables`.
+    with a warning, or it is an error if it looks like a misspelt key, see `variables_of_file`.
 
     Args:
         variables: top-level keys that other values refer to, as `${name}`.
@@ -127,9 +127,9 @@ def read_sections(
         *roles,
         *(("teacher", "rewards", "reward_model", AUXILIARY) if supervised is None else ()),
     }
-    left_out = _variables(values, known, keys.ignored, variables, diag)
+    left_out = variables_of_file(values, known, keys.ignored, variables, diag)
     if supervised is None:
-        left_out |= _of_other_pipelines(values, known, diag)
+        left_out |= keys_of_other_pipelines(values, known, diag)
     rest = {key: value for key, value in values.items() if key not in left_out}
     if supervised and supervised.has_reference:
         rest.setdefault(REFERENCE, {})
@@ -147,14 +147,6 @@ def read_sections(
     return sections
 
 
-def _of_other_pipelines(values: Mapping[str, Any], known: set[str], diag: Diagnostics) -> set[str]:
-    """Return the keys that only other pipelines with a rollout have. They are reported as keys without effect."""
-    others = {key for keys in PIPELINES.values() if issubclass(keys, Top) for key in keys_of(keys)}
-    found = (values.keys() & others) - known
-    diag.unused(*found)
-    return found
-
-
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:
     """Set num_gpus_per_node to the number of devices of this machine.
 
@@ -165,30 +157,6 @@ def _with_devices(top: Run | None, sections: Sections) -> Run | None:
     if top is None or written or "num_gpus_per_node" in top.written:
         return top
     return changed(top, {"num_gpus_per_node": hardware.devices()})
-
-
-def _variables(
-    values: Mapping[str, Any], known: set[str], ignored: frozenset[str], variables: frozenset[str], diag: Diagnostics
-) -> set[str]:
-    """Return the unknown top-level keys that may be variables of the file.
-
-    Variables that no value refers to are recorded in `diag.dropped`.
-
-    ROLL ignores all unknown keys. Here an unknown key is a typing error in three cases: its name resembles a known key,
-    some section has a key of this name, or its value has keys of a role.
-    """
-    own = set()
-    for key, value in values.items():
-        if key in known:
-            continue
-        if key in variables:
-            own.add(key)
-        elif key in ignored or diag.origins.get(str(key)) == COMMAND_LINE:
-            continue  # an override that no file refers to is not a variable
-        elif not typing_error("", str(key), value, {*known, *ignored}, may_be_variable=True):
-            own.add(key)
-            diag.dropped.add(str(key))
-    return own
 
 
 def _read_teachers(value: Any, name: str, sections: Sections, diag: Diagnostics) -> None:
@@ -287,14 +255,8 @@ def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[s
         return None
 
     def is_free(section: type[Section], key: str, value: Any, place: Diagnostics) -> bool:
-        known = {*keys_of(section), *section.ignored}
-        known |= also_known if section is model else set()
-        if section.free:  # an argument that resembles a key is a misspelt key
-            hint = did_you_mean(key, known | REWARD_KEYS_OF_ROLL, "", SAME_WORD)
-            problem = f"unknown key; {hint}" if hint and key not in REWARD_KEYS_OF_ROLL else None
-        else:
-            problem = typing_error(place.path, key, value, known, top_level(place))
-            problem = problem or "unknown key, and no known key has a similar name; remove it"
+        known = {*keys_of(section), *section.ignored, *(also_known if section is model else ())}
+        problem = unknown_key_problem(section, key, value, known, place)
         if problem:
             place.error(key, problem)
         return problem is None

@@ -1,4 +1,4 @@
-"""Read `strategy_args` and `device_mapping` of a role: its engine, devices and layout.
+"""Read and check the layout and the devices of a role, from its `strategy_args` and `device_mapping`.
 
 A strategy of ROLL that does not exist here is replaced by the nearest one, with a warning. If strict_strategies is
 true, such a strategy is refused. Options of the engine are passed on unchanged.
