@@ -27,16 +27,16 @@ from pipeline_run import REPOSITORY, machine
 from roll_opd.base.frozen import freeze
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.runtime import ray_cluster
+from roll_opd.cluster.ray_runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.pipelines import start_roles
 from roll_opd.planner.load_plan import load_plan
-from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow_protocol import SingleTurn, Workflow
+from roll_opd.rollout.workflow_runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample
-from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.workers.sampler import RolloutWorker, Sampler
 
 SLICE = 0.02  # seconds between two points of the timeline

@@ -19,7 +19,7 @@ from pipeline_run import REPOSITORY, machine
 
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.runtime import ray_cluster
+from roll_opd.cluster.ray_runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
 from roll_opd.extras.games.task_source import EnvironmentSource
 from roll_opd.pipelines import start_roles

@@ -27,7 +27,7 @@ from process_memory import PeakMemory
 
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.runtime import ray_cluster
+from roll_opd.cluster.ray_runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers

@@ -28,7 +28,7 @@ FLOORS = {
     "roll_opd.teachers": (8, "teachers"),  # scorers, views, and checks of them
     "roll_opd.workers": (7, "workers"),  # models and pools of a run: the driver's clients and Ray's actors
     "roll_opd.weight_sync": (6, "weight_sync"),
-    "roll_opd.workers.group": (5, "workers"),  # calls of actors, without their classes
+    "roll_opd.workers.actor_group": (5, "workers"),  # calls of actors, without their classes
     "roll_opd.workflows": (5, "workflows"),
     "roll_opd.megatron": (5, "megatron"),
     "roll_opd.cluster": (4, "cluster"),

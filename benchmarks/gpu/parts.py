@@ -29,8 +29,8 @@ MODULES = {
 @contextmanager
 def named_parts(rank: Any) -> Iterator[None]:
     """Record the parts of a rank while the context is open."""
-    from roll_opd.megatron.head import OutputHead
     from roll_opd.megatron.model_builder import unwrapped
+    from roll_opd.megatron.output_head import OutputHead
 
     with ExitStack() as stack:
         for chunk in rank.chunks:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from roll_opd.teachers.kinds import TeacherStart
 from roll_opd.teachers.teacher_interface import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.teachers.teacher_registry import TeacherStart
 
 
 class HuggingFace:

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from roll_opd.base.user_modules import module_variables
 from roll_opd.cluster.lost_processes import ClusterError, Losses
 from roll_opd.cluster.ray_environment import torch_variables
-from roll_opd.cluster.runtime import SLOT
+from roll_opd.cluster.ray_runtime import SLOT
 from roll_opd.cluster.startup_progress import StartupProgress
 
 SHARE = 1 / 64  # fraction of a device that one worker requests from Ray; the plan limits the workers per device

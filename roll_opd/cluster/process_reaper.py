@@ -5,7 +5,7 @@ to a server that no longer runs. The reaper therefore tracks the descendants of 
 that still run after the driver's end. If the driver was killed, it cannot print why the command ended, so the reaper
 prints it. Ray also ends the driver without a message if one of Ray's own processes has ended.
 
-An engine core may run on another node, where the driver's reaper cannot kill it. Therefore `inference.failure`
+An engine core may run on another node, where the driver's reaper cannot kill it. Therefore `inference.failed_start`
 ends an engine core after the death of its parent.
 """
 

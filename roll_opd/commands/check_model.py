@@ -25,11 +25,11 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.layouts import check_layout
+from roll_opd.models.megatron_support import unsupported
 from roll_opd.models.model_files import decoder_config, read_json, stored_tensors, weight_files
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, read_model, whole_model
-from roll_opd.models.supported import unsupported
 from roll_opd.models.weight_files import lost_weights, weight_problems
-from roll_opd.tracking.results import count_of
+from roll_opd.tracking.results_table import count_of
 
 BOUND = 1e-5  # largest difference of log-probs in f32, multiplied by the largest absolute log-prob if that is above 1
 HALF_BOUND = 3.0  # largest mean difference in bf16, as a multiple of Hugging Face's mean difference in bf16

@@ -46,7 +46,7 @@ from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.commands.exit_codes import exit_code
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
 from roll_opd.config.plan import RunPlan
-from roll_opd.inference.failure import die_with_parent
+from roll_opd.inference.failed_start import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.pipelines.named_inputs import with_inputs
 from roll_opd.planner.load_plan import load_plan

@@ -30,11 +30,11 @@ from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import run_temp_directory
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan, Layout
-from roll_opd.data.files import open_file
+from roll_opd.data.row_files import open_file
 from roll_opd.data.row_formats import BadRow, DataError
 from roll_opd.models.layouts import check_layout
+from roll_opd.models.megatron_support import unsupported
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model, whole_model
-from roll_opd.models.supported import unsupported
 from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 from roll_opd.models.weight_files import lost_weights, weight_problems
 

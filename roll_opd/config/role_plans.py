@@ -165,7 +165,7 @@ class ExternalPlan:
 
     @property
     def kind(self) -> str:
-        """The name of the kind in `teachers.kinds.TEACHERS`."""
+        """The name of the kind in `teachers.teacher_registry.TEACHERS`."""
         raise NotImplementedError(f"{type(self).__name__} has no property `kind`; write it")
 
     @property

@@ -14,7 +14,6 @@ import numpy as np
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
-from roll_opd.data.answers import COLUMN_KEYS, HISTORY, SCHEMAS, parse_answered
 from roll_opd.data.data_checks import (
     EXAMPLES_PER_KIND,
     NOT_LEARNED,
@@ -25,9 +24,10 @@ from roll_opd.data.data_checks import (
     FileReport,
     TagRows,
 )
-from roll_opd.data.files import RowFile, open_file
 from roll_opd.data.messages import MARKS, SPANS
+from roll_opd.data.row_files import RowFile, open_file
 from roll_opd.data.row_formats import PROMPT_COLUMNS, BadRow, DataError, Row
+from roll_opd.data.supervised_rows import COLUMN_KEYS, HISTORY, SCHEMAS, parse_answered
 from roll_opd.data.teacher_prompts import TeacherPrompts, names_in
 from roll_opd.data.template_check import TEXT_WITH_CALLS
 from roll_opd.data.templates import TEMPLATES, PromptText

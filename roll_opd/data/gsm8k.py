@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_opd.data.files import open_file
+from roll_opd.data.row_files import open_file
 from roll_opd.data.row_formats import BadRow, DataError
 
 ANSWER_MARK = "####"

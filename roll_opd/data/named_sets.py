@@ -261,7 +261,7 @@ def _as_parquet(name: HubName, module: str, files: Sequence[str], place: Path) -
 
 def _rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of files that are objects."""
-    from roll_opd.data.files import open_file
+    from roll_opd.data.row_files import open_file
 
     for file in files:
         for _, _, value in open_file(file).scan():

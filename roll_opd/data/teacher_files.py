@@ -26,7 +26,7 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.data_checks import WHOLE_TOO_LONG, DataReport, FileReport
 from roll_opd.data.dataset import DEFAULT_STREAM, Prompt, check_report
-from roll_opd.data.files import opened_parquet
+from roll_opd.data.row_files import opened_parquet
 from roll_opd.data.row_formats import BadRow, DataError
 from roll_opd.data.teacher_scores import (
     INCONSISTENT,

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.answers import parse_answered
 from roll_opd.data.data_checks import NO_TOKEN, NOT_ENCODABLE, TEACHER_TOO_LONG, TOO_LONG, WHOLE_TOO_LONG, FileReport
-from roll_opd.data.files import RowFile
 from roll_opd.data.messages import tool_name
+from roll_opd.data.row_files import RowFile
 from roll_opd.data.row_formats import BadRow, DataError, Row
+from roll_opd.data.supervised_rows import parse_answered
 from roll_opd.data.teacher_prompts import TeacherPrompts
 from roll_opd.data.template_check import TEXT_WITH_CALLS, drops_text_with_calls
 from roll_opd.data.templates import PromptText, UnusableTemplate, render_answer, render_prompt, tokenize

@@ -12,7 +12,7 @@ from typing import Any
 
 from roll_opd.base.torch_imports import import_without_torchvision
 from roll_opd.inference.coalesce_outputs import coalesces_outputs, ends_version, sends_versions
-from roll_opd.inference.failure import die_with_parent, record_errors
+from roll_opd.inference.failed_start import die_with_parent, record_errors
 
 PLUGIN_NAME = "roll_opd"
 # weight-transfer backends; `checked_*` are vLLM's, with a check that all weights arrived

@@ -20,7 +20,7 @@ import numpy as np
 from roll_opd.config.plan import LoraPlan, ModelPlan, SamplingPlan
 from roll_opd.inference.adapter_update import AdapterUpdate
 from roll_opd.inference.engine_arguments import UNIPROC, vllm_arguments
-from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors, unlink_shared_memory
+from roll_opd.inference.failed_start import PORT_TAKEN, EngineStartError, start_errors, unlink_shared_memory
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.vllm_requests import (
     Completion,

@@ -19,10 +19,10 @@ from torch import Tensor
 from roll_opd.config.plan import EngineCheckPlan, MegatronPlan, MicroBatchLimits
 from roll_opd.megatron import parallel
 from roll_opd.megatron.deterministic_ops import VECTOR
-from roll_opd.megatron.head import OutputHead, whole_head
-from roll_opd.megatron.layers import uses_transformer_engine
+from roll_opd.megatron.layer_specs import uses_transformer_engine
 from roll_opd.megatron.model_builder import BuiltModel, HeadModel, build_model, unwrapped
 from roll_opd.megatron.offload import DeviceMemory
+from roll_opd.megatron.output_head import OutputHead, whole_head
 from roll_opd.megatron.packing import PackedBatch, columns_of, pack
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.objective.engine_evidence import tested_settings

@@ -30,11 +30,11 @@ from transformers import AutoConfig, PretrainedConfig
 from roll_opd.base.frozen import thaw
 from roll_opd.config.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.megatron.deterministic_ops import VECTOR, exact_silu
-from roll_opd.megatron.head import OutputHead, gradient_buffer
 from roll_opd.megatron.latent_attention import latent_sizes
-from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
+from roll_opd.megatron.layer_specs import layer_spec, uses_transformer_engine
 from roll_opd.megatron.local_layers import pieces_of
 from roll_opd.megatron.lora import Adapters
+from roll_opd.megatron.output_head import OutputHead, gradient_buffer
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.megatron.parallel import tensor_rank
 from roll_opd.megatron.rotary import angles, partial_factor, rotary_frequencies, scores_scaled
@@ -47,9 +47,9 @@ from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family_definition import Pieces
 from roll_opd.models.families.qwen_hybrid import delta_sizes
+from roll_opd.models.megatron_support import unsupported, usable
 from roll_opd.models.model_files import decoder_prefix
 from roll_opd.models.model_info import EXPERT_COUNTS, layers_with_experts, read_model
-from roll_opd.models.supported import unsupported, usable
 
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
 
@@ -371,7 +371,7 @@ def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dic
     """Return the defaults of Megatron's fusion options.
 
     The result is empty in f32 and on a CPU. On a CPU, torch would compile the fusions together with the calls that the
-    module `cpu` replaces. `bias_dropout_fusion` stays off, because there are neither biases nor dropout.
+    module `cpu_port` replaces. `bias_dropout_fusion` stays off, because there are neither biases nor dropout.
 
     `has_silu`: whether the activation is plain SiLU. Megatron has no fused activation otherwise.
     """

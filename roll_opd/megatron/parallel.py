@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from roll_opd.base.hardware import CUBLAS_WORKSPACE
 from roll_opd.config.plan import Layout
-from roll_opd.megatron.cpu import install_cpu_port, shared_groups
+from roll_opd.megatron.cpu_port import install_cpu_port, shared_groups
 from roll_opd.megatron.flash_kernels import check_kernel
 from roll_opd.megatron.fused_updates import fuse_gradient_norm, fuse_weight_gradients
 from roll_opd.megatron.packing import ContextRank

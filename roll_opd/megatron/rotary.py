@@ -137,7 +137,7 @@ def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) ->
     - frequencies: f32 [rotated width / 2]
     - factor: cosines and sines are multiplied by it
 
-    The supported rope types are listed in `supported`. If `rope_parameters` has an entry per type of layer, `kind`
+    `megatron_support` lists the supported rope types. If `rope_parameters` has an entry per type of layer, `kind`
     selects the entry.
     """
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]

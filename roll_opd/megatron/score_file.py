@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from roll_opd.base.terminal import echo
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
-from roll_opd.data.files import open_file
+from roll_opd.data.row_files import open_file
 from roll_opd.data.teacher_files import TeacherWriter
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine, TargetRequest

@@ -17,7 +17,7 @@ from roll_opd.objective.algorithms import loss_facts
 from roll_opd.objective.engine_evidence import TESTED
 from roll_opd.objective.filters import sample_weights
 from roll_opd.objective.reverse_kl import advantages
-from roll_opd.samples.alignment import NO_CHUNK
+from roll_opd.samples.byte_alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, as_columns, chunks_column, present, with_columns
 
 

@@ -12,7 +12,7 @@ from roll_opd.objective.registry import advantage, opd_advantage, policy_loss
 from roll_opd.pipelines.user_code import pipeline_module, task_keys
 from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.rewards import reward_registry as rewards
-from roll_opd.teachers.kinds import TEACHERS
+from roll_opd.teachers.teacher_registry import TEACHERS
 from roll_opd.tracking import trackers as trackers
 from roll_opd.tracking.trackers import JSONL
 from roll_opd.workflows import workflow_checks

@@ -24,7 +24,7 @@ from roll_opd.pipelines.settings_history import History
 from roll_opd.tracking.run_directory import SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 
 if TYPE_CHECKING:  # these import torch, but the launcher must first start its fork server
-    from roll_opd.rollout.runs import FinishedGroup
+    from roll_opd.rollout.workflow_runs import FinishedGroup
     from roll_opd.workers.worker_progress import Writing
 
 STATE_FILE = "run_state.json"

@@ -23,13 +23,13 @@ from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
 from roll_opd.pipelines.validation_runs import ConcurrentValidation
 from roll_opd.rollout.producer import Gate, Rollouts
-from roll_opd.rollout.runs import Batch, FinishedGroup, RolloutContext, check_failed_rate
 from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow_protocol import SingleTurn, Workflow
+from roll_opd.rollout.workflow_runs import Batch, FinishedGroup, RolloutContext, check_failed_rate
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
-from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.step_metrics import advantage_metrics, alignment_metrics, opd_metrics
 from roll_opd.tracking.summary import FAILED_PROMPTS, FAILED_RATE, LEARNED_TOKENS

@@ -15,9 +15,9 @@ from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.settings_history import History
 from roll_opd.pipelines.shutdown import Ending
-from roll_opd.rollout.runs import FinishedGroup
-from roll_opd.tracking.clock import PhaseClock
+from roll_opd.rollout.workflow_runs import FinishedGroup
 from roll_opd.tracking.console import Progress
+from roll_opd.tracking.phase_clock import PhaseClock
 
 Validate = Callable[[], Awaitable[dict[str, float]]]
 

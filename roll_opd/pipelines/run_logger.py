@@ -31,14 +31,14 @@ from roll_opd.pipelines.sample_texts import (
     topk_hits,
 )
 from roll_opd.pipelines.settings_history import History
-from roll_opd.rollout.runs import Batch
+from roll_opd.rollout.workflow_runs import Batch
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.logprob_checks import Check, table
-from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, Progress, validation
 from roll_opd.tracking.ledger import Ledger
 from roll_opd.tracking.metrics_writer import MetricsWriter
-from roll_opd.tracking.results import SHORT, loading
+from roll_opd.tracking.phase_clock import PhaseClock, time_metrics
+from roll_opd.tracking.results_table import SHORT, loading
 from roll_opd.tracking.run_directory import (
     LEDGER,
     LOSSES,

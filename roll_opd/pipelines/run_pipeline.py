@@ -16,7 +16,7 @@ from pathlib import Path
 
 from roll_opd.base.command_line import write_run_directory
 from roll_opd.base.failures import ConfigError, DiskFull, RunError, SkippedUpdates, full_disk, os_sentence
-from roll_opd.cluster import runtime
+from roll_opd.cluster import ray_runtime
 from roll_opd.cluster.lost_processes import ClusterError, Losses, ProcessDied, RayLost
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.placement import Placement
@@ -35,7 +35,7 @@ from roll_opd.pipelines.server_reach import check_reach
 from roll_opd.pipelines.settings_history import History
 from roll_opd.pipelines.shutdown import Ending
 from roll_opd.pipelines.start_checks import Inputs
-from roll_opd.pipelines.startup import begin
+from roll_opd.pipelines.start_run import begin
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.console import show_progress
 from roll_opd.tracking.metrics_writer import MetricsWriter
@@ -90,7 +90,7 @@ def _run(
         check_reach(plan, starting)
         with (
             ending.before_the_loop(),
-            runtime.ray_cluster(plan.devices_per_node, starting, hosts, logs),
+            ray_runtime.ray_cluster(plan.devices_per_node, starting, hosts, logs),
             watched(ending.lose, plan.hang_timeout_s, logger.note),
         ):
             ending.start_up_is_over()

@@ -8,10 +8,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import DataPlan, RunPlan
-from roll_opd.data.answers import parse_answered
 from roll_opd.data.dataset import columns_needed
-from roll_opd.data.files import open_file
+from roll_opd.data.row_files import open_file
 from roll_opd.data.row_formats import BadRow, DataError, parse_messages
+from roll_opd.data.supervised_rows import parse_answered
 from roll_opd.samples.sample import Sample
 
 PIECES_OF_A_CHARACTER = 4  # maximum bytes, and so maximum tokens, of a UTF-8 character

@@ -35,8 +35,8 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.session_arguments import PURE
 from roll_opd.pipelines.start_roles import start_workflow
-from roll_opd.rollout.runs import Batch, PendingRewards, roll_out
 from roll_opd.rollout.workflow_protocol import SingleTurn
+from roll_opd.rollout.workflow_runs import Batch, PendingRewards, roll_out
 from roll_opd.samples.call_settings import call_row, with_call_settings
 from roll_opd.samples.sample import Sample, TargetRef, changed
 from roll_opd.teachers.scoring import Scorers

@@ -20,8 +20,8 @@ from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.config.plan import DataPlan, FilePlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_warnings
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
-from roll_opd.data.files import whole_steps
 from roll_opd.data.prompt_source import MixedSource, PromptSource, TaskSource
+from roll_opd.data.row_files import whole_steps
 from roll_opd.data.row_formats import DataError
 from roll_opd.data.teacher_files import ScoredSet, open_teacher_files
 from roll_opd.data.teacher_scores import Expected

@@ -28,14 +28,14 @@ from roll_opd.inference.tool_calls import HERMES
 from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.teachers.kinds import TeacherStart, scorer_of
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scoring import Scorers, Teacher
+from roll_opd.teachers.teacher_registry import TeacherStart, scorer_of
 from roll_opd.teachers.views import view_of
 from roll_opd.weight_sync.send_weights import make_weight_sync
+from roll_opd.workers.actor_group import ActorGroup, WorkerGroup
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic, CriticWorker
-from roll_opd.workers.group import ActorGroup, WorkerGroup
 from roll_opd.workers.model_worker import FollowingWorker, LogprobWorker
 from roll_opd.workers.process_replacement import Renewal
 from roll_opd.workers.reward_pool import RewardPool, RewardWorker

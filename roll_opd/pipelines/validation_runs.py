@@ -22,13 +22,13 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, start_workflow, teacher_as_student
-from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow_protocol import SingleTurn, Workflow
+from roll_opd.rollout.workflow_runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.versions import sampling_versions
 from roll_opd.teachers.scoring import Scorers
-from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Progress
+from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.tracking.validation_metrics import validation_metrics
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.reward_pool import RewardPool

@@ -15,7 +15,7 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout
 from roll_opd.config.roll_keys import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY, report_ignored
 from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
-from roll_opd.models import supported
+from roll_opd.models import megatron_support
 from roll_opd.models.engine_options import no_effect, option_problem
 from roll_opd.planner.device_mapping import parse_device_mapping, short_devices
 
@@ -196,11 +196,11 @@ def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Se
 
 def _is_taken(key: str, value: Any, diag: Diagnostics) -> bool:
     """Return whether a Megatron option is passed to the engine; report an option that is refused or has no effect."""
-    if refusal := supported.refusal(key, value):
+    if refusal := megatron_support.refusal(key, value):
         diag.unsupported(key, refusal)
-    elif remark := supported.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
+    elif remark := megatron_support.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
         diag.note(key, remark)
-    return refusal is None and key not in supported.WITHOUT_EFFECT
+    return refusal is None and key not in megatron_support.WITHOUT_EFFECT
 
 
 def _is_positive(key: str, value: Any, diag: Diagnostics) -> bool:

@@ -25,9 +25,9 @@ from roll_opd.config.plan import CheckpointPlan, RunPlan
 from roll_opd.config.schema import PIPELINES, CheckpointKeys, Run, RunKeys, Supervised, Top, shared
 from roll_opd.config.translators import translator_of
 from roll_opd.models.flops import sequence_flops
+from roll_opd.models.megatron_support import not_yet
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
-from roll_opd.models.supported import not_yet
 from roll_opd.planner import (
     check_files,
     device_mapping,

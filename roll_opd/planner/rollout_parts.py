@@ -18,7 +18,7 @@ from roll_opd.config.plan import (
     WorkflowPlan,
 )
 from roll_opd.config.schema import CriticKeys, RolloutKeys, Run, Top, Worker, WorkflowKeys, shared
-from roll_opd.data.files import first_tags
+from roll_opd.data.row_files import first_tags
 from roll_opd.objective.algorithms import loss_facts
 from roll_opd.planner import (
     check_async,

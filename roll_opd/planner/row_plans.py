@@ -17,13 +17,13 @@ from roll_opd.base.paths import find_path
 from roll_opd.config.diagnostics import Diagnostics, as_yaml
 from roll_opd.config.plan import DataPlan, RewardPlan, RunPlan, StreamPlan
 from roll_opd.config.schema import DataArgs, RowKeys, Run, Section, shared
-from roll_opd.data.answers import COLUMN_KEYS, parse_answered
 from roll_opd.data.data_checks import NOT_LEARNED
 from roll_opd.data.dataset import columns_needed
 from roll_opd.data.file_types import refusal
-from roll_opd.data.files import find_files, first_tags, open_file
 from roll_opd.data.named_sets import DataPart
+from roll_opd.data.row_files import find_files, first_tags, open_file
 from roll_opd.data.row_formats import RESERVED_VARIABLES, BadRow, DataError, Row
+from roll_opd.data.supervised_rows import COLUMN_KEYS, parse_answered
 from roll_opd.data.teacher_files import SCHEMA
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.tokenizer_files import chat_template_of, has_chat_template

@@ -17,7 +17,7 @@ from roll_opd.config.schema import (
     shared,
     unread,
 )
-from roll_opd.data.files import count_rows, whole_steps
+from roll_opd.data.row_files import count_rows, whole_steps
 from roll_opd.data.row_formats import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.objective.algorithms import DIVERGENCE_NAMES, KL_LOSS_COEF, algorithm, loss_facts

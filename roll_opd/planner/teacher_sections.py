@@ -11,7 +11,7 @@ from roll_opd.models.model_info import same_weights
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.planner.lengths_and_batches import micro_batch
 from roll_opd.planner.validate_sections import Sections
-from roll_opd.teachers.kinds import TEACHERS
+from roll_opd.teachers.teacher_registry import TEACHERS
 
 PREFIX_TOPK = 20  # default of --max-logprobs in vLLM's servers
 TINKER_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"  # the default of the package tinker

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.rollout.runs import FinishedGroup
 from roll_opd.rollout.staleness import Pace
+from roll_opd.rollout.workflow_runs import FinishedGroup
 from roll_opd.samples.sample import Sample, changed, chunks_column, logprobs_column
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.versions import sampling_versions

@@ -31,8 +31,15 @@ from roll_opd.data.prompt_source import PASSED, MixedSource, Prompt, TaskSource
 from roll_opd.objective.demonstrations import demonstration_samples
 from roll_opd.objective.filters import GroupFilter
 from roll_opd.rollout.finished_groups import within_bound
-from roll_opd.rollout.runs import Batch, FinishedGroup, PendingRewards, RolloutContext, check_failed_rate, roll_out
 from roll_opd.rollout.staleness import GroupWindow, Pace
+from roll_opd.rollout.workflow_runs import (
+    Batch,
+    FinishedGroup,
+    PendingRewards,
+    RolloutContext,
+    check_failed_rate,
+    roll_out,
+)
 from roll_opd.samples.sample import Sample
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.workflow_pool import WorkflowPool

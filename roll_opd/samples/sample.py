@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.samples.alignment import NO_CHUNK, Alignment
+from roll_opd.samples.byte_alignment import NO_CHUNK, Alignment
 from roll_opd.samples.versions import Versions
 
 _LOGPROBS = "/logprobs"

@@ -17,8 +17,8 @@ from roll_opd.config.plan import FilePlan, ObjectivePlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.teacher_scores import TeacherScores, narrowed
 from roll_opd.samples.sample import Sample, changed, logprobs_column
-from roll_opd.teachers.kinds import TeacherStart, register_teacher
 from roll_opd.teachers.logprob_checks import Check, Verdict
+from roll_opd.teachers.teacher_registry import TeacherStart, register_teacher
 from roll_opd.workers.target_refs import hold
 
 

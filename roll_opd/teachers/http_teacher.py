@@ -31,8 +31,8 @@ from roll_opd.models.model_info import read_model
 from roll_opd.samples.sample import TargetRef
 from roll_opd.teachers.answer_cache import FINGERPRINT, AnswerCache, Fingerprint, request_key
 from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply, TinkerEndpoint
-from roll_opd.teachers.kinds import TeacherStart, register_teacher
 from roll_opd.teachers.teacher_interface import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.teachers.teacher_registry import TeacherStart, register_teacher
 from roll_opd.workers.target_refs import hold, opened
 
 STALLED = 60.0  # seconds without an answer before a warning

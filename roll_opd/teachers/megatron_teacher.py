@@ -8,7 +8,6 @@ from typing import Any
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import FollowingPlan
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.kinds import TeacherStart, register_teacher
 from roll_opd.teachers.teacher_interface import (
     EVERY_TARGET,
     LOGPROBS,
@@ -18,7 +17,8 @@ from roll_opd.teachers.teacher_interface import (
     TokenSequence,
     Wanted,
 )
-from roll_opd.workers.group import Reference, WorkerGroup, gathered, gathered_and_held
+from roll_opd.teachers.teacher_registry import TeacherStart, register_teacher
+from roll_opd.workers.actor_group import Reference, WorkerGroup, gathered, gathered_and_held
 from roll_opd.workers.worker_progress import Writing
 
 

@@ -11,7 +11,7 @@ mapped to them by the bytes of the response. The response is converted to the te
   turn in its own template. To find the text that a template adds before and after a turn, a short conversation is
   rendered with it. Otherwise, the teacher reads their bytes.
 
-Legend: T-P student tokens and U teacher tokens of a response, S scored teacher tokens (see `samples.alignment`), V
+Legend: T-P student tokens and U teacher tokens of a response, S scored teacher tokens (see `samples.byte_alignment`), V
 token ids of the student.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from roll_opd.base.failures import RunError
 from roll_opd.models.token_bytes import MISSING, ByteEncoder, TokenBytes
-from roll_opd.samples.alignment import Alignment
+from roll_opd.samples.byte_alignment import Alignment
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
 from roll_opd.teachers.teacher_interface import TeacherAnswer, TokenSequence, Wanted

@@ -26,7 +26,7 @@ Two kinds of sequences are left out:
 As a result, P(n) is too low at some n, and part of a penalty moves from one token to a neighbouring token. Over a whole
 text, the sum of q is always the log-prob of the teacher's tokens.
 
-Legend: T-P student tokens and U teacher tokens of a response, S scored teacher tokens (see `samples.alignment`), K
+Legend: T-P student tokens and U teacher tokens of a response, S scored teacher tokens (see `samples.byte_alignment`), K
 tokens of a top-k, V token ids of the teacher.
 """
 
@@ -37,7 +37,7 @@ from functools import cached_property
 import numpy as np
 
 from roll_opd.models.token_bytes import ByteEncoder, TokenBytes
-from roll_opd.samples.alignment import NO_CHUNK, Alignment
+from roll_opd.samples.byte_alignment import NO_CHUNK, Alignment
 
 KEPT_CUTS = 65536  # maximum number of texts whose student tokens are cached
 

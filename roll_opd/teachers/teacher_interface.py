@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from roll_opd.samples.alignment import Alignment
+from roll_opd.samples.byte_alignment import Alignment
 from roll_opd.samples.sample import TargetRef
 
 TokenSequence = tuple[np.ndarray, int]  # tokens int64 [T] and the prompt length P >= 1

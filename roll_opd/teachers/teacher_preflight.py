@@ -21,14 +21,14 @@ from roll_opd.models.model_info import ModelInfo, read_model
 from roll_opd.models.tokenizer_comparison import compare_tokenizers
 from roll_opd.models.tokenizer_files import added_ids
 from roll_opd.models.weight_files import WINDOW_LAYERS, lost_layer_hints
-from roll_opd.samples.alignment import NO_CHUNK
+from roll_opd.samples.byte_alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, changed, chunks_column
 from roll_opd.teachers.logprob_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scoring import Teacher, coverage_checks
 from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
-from roll_opd.workers.group import WorkerGroup
+from roll_opd.workers.actor_group import WorkerGroup
 
 PREFLIGHT_SAMPLES = 64  # maximum samples that student and teacher score, and maximum answers from rows
 RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # maximum scored action tokens per response, and maximum tokens of all samples

@@ -12,7 +12,15 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from roll_opd.base.terminal import columns, wrapped
-from roll_opd.tracking.results import PHASES_SHOWN, SHORT, before_after_table, count_of, duration, phase_split, totals
+from roll_opd.tracking.results_table import (
+    PHASES_SHOWN,
+    SHORT,
+    before_after_table,
+    count_of,
+    duration,
+    phase_split,
+    totals,
+)
 from roll_opd.tracking.reward_metrics import GRADED
 from roll_opd.tracking.summary import (
     ACCURACY,

@@ -11,7 +11,7 @@ from importlib import metadata
 from platform import python_version
 from typing import Any
 
-from roll_opd.tracking.clock import PHASES
+from roll_opd.tracking.phase_clock import PHASES
 from roll_opd.tracking.reward_metrics import GRADED
 from roll_opd.tracking.run_directory import RunDirectory, read_jsonl, write_atomic
 

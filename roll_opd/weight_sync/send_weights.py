@@ -14,7 +14,7 @@ import ray
 from roll_opd.cluster.lost_processes import ProcessDied
 from roll_opd.cluster.startup_progress import process_died
 from roll_opd.inference.plugin import SHARED_MEMORY
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.actor_group import ActorGroup
 
 
 class WeightSync(Protocol):

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from roll_opd.base.failures import RunError
 from roll_opd.models.device_phases import Move, Phase, PhaseError, PhaseMachine, PhaseMember, State, needs_of
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.actor_group import ActorGroup
 
 G = TypeVar("G", bound=ActorGroup)
 

@@ -18,7 +18,7 @@ from roll_opd.samples.micro_batches import DPShard, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
 from roll_opd.samples.transport import Compact
 from roll_opd.tracking.reward_metrics import statistics
-from roll_opd.workers.group import actor, gathered
+from roll_opd.workers.actor_group import actor, gathered
 from roll_opd.workers.model_worker import Learner, TrainableRank, Update, optimizer_metrics, sequences_of, total
 
 CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")

@@ -21,7 +21,7 @@ from ray._private.state import actors
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from roll_opd.cluster.lost_processes import NotServing, NotSetUp, ProcessDied
-from roll_opd.cluster.runtime import ended_processes
+from roll_opd.cluster.ray_runtime import ended_processes
 from roll_opd.cluster.startup_progress import exit_detail
 
 POLL_INTERVAL_S = 2.0

@@ -26,7 +26,7 @@ from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description, map_bucket
 from roll_opd.tracking.console import Count
 from roll_opd.weight_sync.bucket_writer import BucketHost
-from roll_opd.workers.group import WorkerGroup, actor
+from roll_opd.workers.actor_group import WorkerGroup, actor
 from roll_opd.workers.liveness import beat_in_thread
 from roll_opd.workers.target_refs import bundled, bundles_of, opened
 from roll_opd.workers.worker_progress import MicroBatches, Writing
@@ -194,7 +194,7 @@ class FollowingWorker(Rank):
     """Rank of a teacher whose weights are an EMA or a copy of the student's weights (`follows_student`)."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
-        from roll_opd.megatron.follower import MegatronFollower
+        from roll_opd.megatron.ema_teacher_engine import MegatronFollower
 
         assert isinstance(plan, FollowingPlan)
         return MegatronFollower(plan, seed=seed, deterministic=deterministic)

@@ -25,8 +25,8 @@ from roll_opd.rewards.reward_registry import resolve
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.transport import Compact
 from roll_opd.tracking.reward_metrics import scoring_metrics
+from roll_opd.workers.actor_group import ActorGroup
 from roll_opd.workers.batched_calls import Answers, coalesced
-from roll_opd.workers.group import ActorGroup
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.ray_worker import RayWorker
 from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost

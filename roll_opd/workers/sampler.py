@@ -21,8 +21,8 @@ from roll_opd.samples.weight_bucket import Description
 from roll_opd.tracking.summary import DRAFT_ACCEPTANCE, DRAFTED_TOKENS
 from roll_opd.weight_sync.bucket_writer import BucketHost
 from roll_opd.weight_sync.send_weights import WeightSync
+from roll_opd.workers.actor_group import ActorGroup, actor
 from roll_opd.workers.batched_calls import BatchedCalls, coalesced
-from roll_opd.workers.group import ActorGroup, actor
 from roll_opd.workers.liveness import beat_while, is_loss
 from roll_opd.workers.process_replacement import MAX_DEATHS, attended
 

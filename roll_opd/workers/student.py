@@ -24,7 +24,7 @@ from roll_opd.samples.sample import Sample, TargetRef, changed, shard_sample, wi
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 from roll_opd.weight_sync.bucket_writer import BucketWriter, Written
-from roll_opd.workers.group import Reference, actor, gathered, gathered_and_held
+from roll_opd.workers.actor_group import Reference, actor, gathered, gathered_and_held
 from roll_opd.workers.model_worker import Learner, TrainableRank, Update, optimizer_metrics, total
 from roll_opd.workers.target_refs import with_targets
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.actor_group import ActorGroup
 
 INTERVAL_S = 5.0
 

@@ -26,8 +26,8 @@ from roll_opd.inference.tool_calls import find_parser
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
+from roll_opd.workers.actor_group import ActorGroup
 from roll_opd.workers.batched_calls import Answers, coalesced
-from roll_opd.workers.group import ActorGroup
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.sampler import Sampler, SamplerEngines
 

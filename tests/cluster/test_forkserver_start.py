@@ -174,7 +174,7 @@ def test_a_fork_that_runs_megatron_on_a_cpu_can_compile(server: psutil.Process, 
     program = tmp_path / "program.py"
     program.write_text(
         "import torch\n"
-        "from roll_opd.megatron.cpu import install_cpu_port\n"
+        "from roll_opd.megatron.cpu_port import install_cpu_port\n"
         "install_cpu_port()\n"
         "print(torch.compile(lambda values: 2 * values, backend='eager')(torch.ones(2)).tolist())\n"
     )

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import ray
 
-from roll_opd.cluster import runtime
+from roll_opd.cluster import ray_runtime
 from roll_opd.cluster.lost_processes import ProcessDied
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.actor_group import ActorGroup
 from roll_opd.workers.liveness import watched
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ class Actor:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with runtime.ray_cluster(1):
+    with ray_runtime.ray_cluster(1):
         yield
 
 

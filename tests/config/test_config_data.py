@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from roll_opd.config.plan import DataPlan, RunPlan, StreamPlan
-from roll_opd.data.files import ROWS_SCANNED, find_files, first_tags
+from roll_opd.data.row_files import ROWS_SCANNED, find_files, first_tags
 
 DATA = "student_train.data_args"
 PROBS = f"{DATA}.domain_interleave_probs"

@@ -9,7 +9,7 @@ import pytest
 
 from roll_opd.pipelines.sample_texts import example_prompt
 from roll_opd.planner.load_plan import load_plan
-from roll_opd.tracking.results import loading
+from roll_opd.tracking.results_table import loading
 
 
 @pytest.mark.parametrize(

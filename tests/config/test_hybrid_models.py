@@ -11,9 +11,9 @@ from plan_sources import HYBRIDS, hybrid_config
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout, ModelPlan, RolloutPlan, SamplingPlan
 from roll_opd.models.layouts import check_layout
+from roll_opd.models.megatron_support import unsupported
 from roll_opd.models.memory import rollout_memory
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, read_model
-from roll_opd.models.supported import unsupported
 from roll_opd.models.weight_files import lost_weights
 
 BILLIONS = {  # of the text models, in the names of the releases

@@ -11,7 +11,7 @@ from roll_opd.base import hardware
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.roll_keys import IGNORED_MEGATRON
 from roll_opd.models.engine_options import MEGATRON_DECIDED, engine_options
-from roll_opd.models.supported import FOR_GPUS, SUPPORTED_OPTIONS, WITHOUT_EFFECT, unsupported, usable
+from roll_opd.models.megatron_support import FOR_GPUS, SUPPORTED_OPTIONS, WITHOUT_EFFECT, unsupported, usable
 from roll_opd.planner.layouts_and_devices import SIZES, SWITCHES
 
 OPTIONS = "student_train.strategy_args.strategy_config"

@@ -17,7 +17,7 @@ from roll_opd.base import hub
 from roll_opd.base.failures import ConfigError
 from roll_opd.commands.main import main
 from roll_opd.config.plan import RunPlan
-from roll_opd.data.files import open_file
+from roll_opd.data.row_files import open_file
 from roll_opd.pipelines.named_inputs import with_inputs
 from tests.hub_server import BROKEN, DEAD, DOWN, GATED, OUTSIDER, PRIVATE, SLOW, TOKEN, HubServer, serve
 

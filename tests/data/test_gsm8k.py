@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.dataset import open_prompts
-from roll_opd.data.files import open_file
 from roll_opd.data.gsm8k import final_answer, main
+from roll_opd.data.row_files import open_file
 from roll_opd.data.row_formats import DataError, parse_row
 
 EXAMPLES = [

@@ -16,7 +16,7 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.data_checks import DataReport
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.file_types import JsonArrayFile, refusal
-from roll_opd.data.files import JsonlFile, count_rows, first_tags, open_file
+from roll_opd.data.row_files import JsonlFile, count_rows, first_tags, open_file
 from roll_opd.data.row_formats import DataError
 
 

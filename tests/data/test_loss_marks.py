@@ -8,11 +8,11 @@ from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.answers import parse_answered
 from roll_opd.data.data_checks import NOT_LEARNED
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.messages import MARKS, SPANS
 from roll_opd.data.row_formats import BadRow, DataError
+from roll_opd.data.supervised_rows import parse_answered
 
 ASK, WRONG, RIGHT = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "4"}, "3"
 

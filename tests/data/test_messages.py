@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from roll_opd.base.frozen import thaw
-from roll_opd.data.files import open_file
 from roll_opd.data.messages import MessageError, read_message, read_tools
+from roll_opd.data.row_files import open_file
 from roll_opd.data.row_formats import NOT_TEXT, WRONG_TYPE, BadRow, parse_messages, parse_row
 from roll_opd.workflows.endpoint.chat import Refusal, read_request
 

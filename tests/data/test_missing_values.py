@@ -12,9 +12,9 @@ from data_assets import write
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.answers import NO_ANSWER, parse_answered
-from roll_opd.data.files import first_tags
+from roll_opd.data.row_files import first_tags
 from roll_opd.data.row_formats import DEFAULT_TAG, EMPTY, NO_PROMPT, BadRow, parse_row, parse_task
+from roll_opd.data.supervised_rows import NO_ANSWER, parse_answered
 from roll_opd.workflows.workflow_interface import FormatConfig, Task
 
 NULLS = [None, math.nan, np.float64("nan"), pd.NaT, pd.NA, Decimal("nan")]

@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.answers import parse_answered
 from roll_opd.data.data_checks import FILES_NAMED, NOT_ENCODABLE, DataReport
 from roll_opd.data.dataset import Prompt, open_prompts
-from roll_opd.data.files import open_file
+from roll_opd.data.row_files import open_file
 from roll_opd.data.row_formats import (
     EMPTY,
     NO_PROMPT,
@@ -31,6 +30,7 @@ from roll_opd.data.row_formats import (
     parse_row,
     parse_task,
 )
+from roll_opd.data.supervised_rows import parse_answered
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 

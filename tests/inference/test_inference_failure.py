@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from roll_opd.inference.failure import FILE, EngineStartError, record_errors, start_errors
+from roll_opd.inference.failed_start import FILE, EngineStartError, record_errors, start_errors
 
 VLLM = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 

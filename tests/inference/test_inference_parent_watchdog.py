@@ -49,7 +49,7 @@ def kill_and_see_who_is_left(process: subprocess.Popen) -> list[psutil.Process]:
 def test_a_child_follows_its_parent(kind: str) -> None:
     program = """
 import multiprocessing, sys, time
-from roll_opd.inference.failure import die_with_parent
+from roll_opd.inference.failed_start import die_with_parent
 
 def child(ready):
     if sys.argv[1] == "other":

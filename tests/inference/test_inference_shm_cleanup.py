@@ -9,7 +9,7 @@ import os, signal, sys
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
 
-from roll_opd.inference.failure import unlink_shared_memory
+from roll_opd.inference.failed_start import unlink_shared_memory
 
 def child(sent):
     memory = SharedMemory(create=True, size=1 << 20)

@@ -10,7 +10,7 @@ import torch
 
 from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.config.plan import Layout
-from roll_opd.megatron.layers import transformer_engine_attends, uses_transformer_engine
+from roll_opd.megatron.layer_specs import transformer_engine_attends, uses_transformer_engine
 from roll_opd.megatron.model_builder import fusions
 
 A100, H100, B200 = (8, 0), (9, 0), (10, 0)

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import importlib, json, pkgutil, torch
 import roll_opd
-from roll_opd.megatron import cpu
+from roll_opd.megatron import cpu_port
 
 OWNERS = {"torch": torch, "cuda": torch.cuda, "Tensor": torch.Tensor, "Module": torch.nn.Module}
 NAMES = {
@@ -32,7 +32,7 @@ modules = [m.name for m in pkgutil.walk_packages(roll_opd.__path__, "roll_opd.")
 for name in modules:
     importlib.import_module(name)
 imported = changed(before)
-cpu.install_cpu_port()
+cpu_port.install_cpu_port()
 print(json.dumps({"modules": modules, "imported": imported, "installed": changed(before), "all": sorted(before)}))
 """
 

@@ -15,7 +15,7 @@ from megatron_samples import TeacherTargets, TrainSample, columns_of
 from torch import Tensor
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.megatron.head import OutputHead, TeacherHead
+from roll_opd.megatron.output_head import OutputHead, TeacherHead
 from roll_opd.megatron.packing import PackedBatch, pack
 from roll_opd.megatron.student_engine import distillation_loss
 from roll_opd.megatron.vocabulary import VocabShard

@@ -9,8 +9,8 @@ from config_assets import write_safetensors
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, LoraPlan, MicroBatchLimits, ModelPlan, TrainPlan
+from roll_opd.models.megatron_support import not_yet, unsupported
 from roll_opd.models.model_info import read_model
-from roll_opd.models.supported import not_yet, unsupported
 from roll_opd.models.weight_files import weight_problems
 
 SIZES: dict[str, Any] = {

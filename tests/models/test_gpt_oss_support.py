@@ -10,8 +10,8 @@ from roll_opd.commands.main import main
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TrainPlan
 from roll_opd.models.layouts import check_layout
+from roll_opd.models.megatron_support import not_yet, unsupported
 from roll_opd.models.model_info import read_model
-from roll_opd.models.supported import not_yet, unsupported
 
 LAYERS = ["sliding_attention", "full_attention"]
 

@@ -12,7 +12,7 @@ from roll_opd.objective.columns import loss_columns, with_total_advantages
 from roll_opd.objective.opd_loss import opd_loss
 from roll_opd.objective.registry import POLICY_LOSSES
 from roll_opd.objective.reverse_kl import ChunkCredit
-from roll_opd.samples.alignment import Alignment
+from roll_opd.samples.byte_alignment import Alignment
 from roll_opd.samples.sample import Sample, changed, chunks_column, logprobs_column
 from roll_opd.tracking.step_metrics import alignment_metrics, opd_metrics
 

@@ -24,7 +24,7 @@ from runs import REPOSITORY, SPREAD
 from stage import PURE, TEACHER, WITH_TEACHER, Stage, optimizer_of
 from test_engine_check import COLD
 
-from roll_opd.cluster import runtime
+from roll_opd.cluster import ray_runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.pipelines import distill
 from roll_opd.planner.load_plan import load_plan
@@ -199,7 +199,7 @@ def started(options: Sequence[str], place: Path, *, lora: bool) -> Iterator[Engi
         [*SHORT, *optimizer_of("actor_train"), TEACHER, *student, *written, CORRECTION.format()],
         pure=False,
     )
-    with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
+    with fork_server() as server, ray_runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
         server.serve(plan)
         yield Engines(plan, place, runner.get_loop())
 

@@ -31,13 +31,13 @@ from runs import REPOSITORY, SPREAD, newest_run
 from stage import PURE, TEACHER, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster import runtime
+from roll_opd.cluster import ray_runtime
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.teachers.http_teacher import http_scorer
-from roll_opd.teachers.kinds import TeacherStart
 from roll_opd.teachers.scoring import Teacher
+from roll_opd.teachers.teacher_registry import TeacherStart
 from roll_opd.teachers.views import view_of
 from roll_opd.tracking.audit import audit
 from roll_opd.tracking.run_directory import read_jsonl
@@ -227,7 +227,7 @@ def started(place: Path) -> Iterator[Roles]:
     (place / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     longest = "prompt_length=1024"  # of the turns of a game
     plan = load_plan(*WITH_TEACHER, [*SHORT, longest, *trained_by("actor_train"), TEACHER], pure=False)
-    with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
+    with fork_server() as server, ray_runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
         server.serve(plan)
         yield Roles(plan, place, runner.get_loop())
 

@@ -26,7 +26,7 @@ from runs import MARK, REPOSITORY, SMALL
 
 from roll_opd.commands import run as launch
 from roll_opd.pipelines import start_roles
-from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.phase_clock import PhaseClock
 
 # moment -> the phase of the driver's clock that begins shortly before SIGKILL, and how often it has begun before
 PHASES = {"sampling": ("generate", 2), "scoring": ("teacher", 2), "update": ("train", 1), "sync": ("weight_sync", 2)}

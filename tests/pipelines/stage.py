@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from runs import REPOSITORY, SPREAD, Run, newest_run
 
-from roll_opd.cluster import runtime
+from roll_opd.cluster import ray_runtime
 from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.commands import run as launch
@@ -97,7 +97,7 @@ class Stage:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "fork_server", lambda: nullcontext(ForkServer()))
-            patch.setattr(runtime, "ray_cluster", lambda *_: nullcontext())
+            patch.setattr(ray_runtime, "ray_cluster", lambda *_: nullcontext())
             patch.setattr(run_pipeline, "Placement", lambda *_, **__: self.placement)
             patch.setattr(asyncio, "run", self._events.run_until_complete)
             patch.setattr(start_roles, "start_reward_pools", self.reward_pools)
@@ -185,6 +185,6 @@ def open_stage(place: Path) -> Iterator[Stage]:
         longest = "prompt_length=1024"  # GSM8K's
         plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
         # the runner cancels at its end what runs have left running, while Ray and the roles are there
-        with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
+        with fork_server() as server, ray_runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
             server.serve(plan)
             yield Stage(plan, place, runner.get_loop())

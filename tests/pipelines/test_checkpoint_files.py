@@ -8,7 +8,7 @@ import pytest
 
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import GROUPS, Checkpoint, CheckpointError, Checkpoints, complete, damage
-from roll_opd.rollout.runs import FinishedGroup
+from roll_opd.rollout.workflow_runs import FinishedGroup
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.workers.worker_progress import Writing
 

@@ -20,7 +20,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_may_start(*_: object) -> None:
         raise AssertionError("the run was started")
 
-    monkeypatch.setattr("roll_opd.cluster.runtime.ray_cluster", nothing_may_start)
+    monkeypatch.setattr("roll_opd.cluster.ray_runtime.ray_cluster", nothing_may_start)
 
 
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:

@@ -13,7 +13,7 @@ PROGRAM = """
 import os, pathlib, signal, sys, time
 from roll_opd.base.command_line import RUN_DIRECTORY_FILE, write_run_directory
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
-from roll_opd.inference.failure import die_with_parent
+from roll_opd.inference.failed_start import die_with_parent
 
 if RUN_DIRECTORY_FILE in os.environ:  # as the launchers do
     die_with_parent()

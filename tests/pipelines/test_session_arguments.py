@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.answers import parse_answered
+from roll_opd.data.supervised_rows import parse_answered
 from roll_opd.pipelines.session_arguments import row_of
 
 ASK, SYSTEM = {"role": "user", "content": "2+2="}, {"role": "system", "content": "Be brief."}

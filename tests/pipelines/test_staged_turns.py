@@ -18,8 +18,8 @@ from roll_opd.models.device_phases import ALL, members_of
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.samples.sample import Sample
 from roll_opd.weight_sync.send_weights import make_weight_sync
+from roll_opd.workers.actor_group import gathered
 from roll_opd.workers.colocation import DeviceScheduler
-from roll_opd.workers.group import gathered
 from roll_opd.workers.sampler import Sampler
 
 SHORT = (

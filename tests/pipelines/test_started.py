@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.pipelines.startup import started
+from roll_opd.pipelines.start_run import started
 
 
 @pytest.mark.parametrize(

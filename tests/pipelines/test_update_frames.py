@@ -9,7 +9,7 @@ import pytest
 from stage import PURE, SHORT, Stage, optimizer_of
 
 import roll_opd
-from roll_opd.workers.group import WorkerGroup
+from roll_opd.workers.actor_group import WorkerGroup
 
 MOST_FRAMES = 6
 

@@ -20,11 +20,11 @@ from roll_opd.config.plan import (
     TeacherPlan,
 )
 from roll_opd.inference.vllm_requests import Completion
-from roll_opd.rollout.runs import RolloutContext
+from roll_opd.rollout.workflow_runs import RolloutContext
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
-from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Request
 

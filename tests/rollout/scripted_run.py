@@ -21,16 +21,16 @@ from roll_opd.pipelines import distill, validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.validation_runs import validate
-from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.staleness import Pace
+from roll_opd.rollout.workflow_runs import Batch, RolloutContext
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.versions import concatenated
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
-from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
+from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.weight_sync.send_weights import SharedMemorySync
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.actor_group import ActorGroup
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Sampler
 

@@ -24,14 +24,14 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.inference.vllm_requests import Completion
 from roll_opd.rollout.producer import Gate, Rollouts
-from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow_protocol import Model, Task, sample_of, sample_seed
+from roll_opd.rollout.workflow_runs import Batch, PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
 from roll_opd.teachers.scoring import Scorers
 from roll_opd.teachers.teacher_interface import TeacherAnswer, Wanted
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.actor_group import ActorGroup
 from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.sampler import Sampler
 

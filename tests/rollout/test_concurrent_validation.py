@@ -16,8 +16,8 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.validation_runs import SECONDS, ConcurrentValidation
 from roll_opd.rollout.workflow_protocol import SingleTurn
 from roll_opd.teachers.scoring import Scorers
-from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.metrics_writer import MetricsWriter
+from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.tracking.run_directory import METRICS, RunDirectory, read_jsonl
 from roll_opd.tracking.summary import ACCURACY
 

@@ -14,8 +14,8 @@ from test_gate import BATCHES, GROUPS, learned, learner_of
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import RewardPlan
 from roll_opd.objective.filters import group_filter
-from roll_opd.rollout.runs import Batch
 from roll_opd.rollout.workflow_protocol import Model, SingleTurn, Task
+from roll_opd.rollout.workflow_runs import Batch
 from roll_opd.samples.sample import Sample, as_columns, changed
 from roll_opd.workers.reward_pool import RewardResult
 

@@ -15,9 +15,9 @@ from roll_opd.base.failures import RunError
 from roll_opd.inference.vllm_requests import Completion
 from roll_opd.rollout.finished_groups import read_groups, write_groups
 from roll_opd.rollout.producer import Gate, Rollouts
-from roll_opd.rollout.runs import Batch, FinishedGroup
 from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow_protocol import Model, SingleTurn, Task, sample_of
+from roll_opd.rollout.workflow_runs import Batch, FinishedGroup
 from roll_opd.samples.sample import Sample
 
 BATCHES, GROUPS = 5, 3

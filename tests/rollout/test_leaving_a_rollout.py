@@ -11,9 +11,9 @@ import pytest
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
+from roll_opd.rollout.workflow_runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample, as_columns
-from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.workflow_actor import Job, JobOutcome
 from roll_opd.workers.workflow_pool import WorkflowPool

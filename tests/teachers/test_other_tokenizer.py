@@ -19,7 +19,7 @@ from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPl
 from roll_opd.data.row_formats import Row
 from roll_opd.data.templates import load_tokenizer, render_prompt, tokenize
 from roll_opd.models.token_bytes import ByteEncoder
-from roll_opd.samples.alignment import NO_CHUNK
+from roll_opd.samples.byte_alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.other_tokenizer import OtherTokenizer, TurnMarkup, turn_markup
 from roll_opd.teachers.scoring import ENOUGH, Coverage, Scorers, Teacher, coverage_checks

@@ -19,7 +19,7 @@ from roll_opd.pipelines.check_machine import warnings_here
 from roll_opd.pipelines.run_facts import run_facts
 from roll_opd.pipelines.settings_history import begun, settings_of
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation
-from roll_opd.pipelines.startup import started
+from roll_opd.pipelines.start_run import started
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.workers.colocation import DeviceScheduler
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from roll_opd.models.model_files import ModelFilesError
 from roll_opd.models.token_bytes import MISSING, ByteEncoder, token_bytes
-from roll_opd.samples.alignment import NO_CHUNK, Alignment
+from roll_opd.samples.byte_alignment import NO_CHUNK, Alignment
 
 PIECES = [
     *"abcXYZ0123456789 \n\t.,:;!?\"'\\{}[]<>|/_-+=*#@~`^$%&()",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roll_opd.tracking.console import Console, cut, example, progress_line, validation
-from roll_opd.tracking.results import before_after_table, duration, loading, totals
+from roll_opd.tracking.results_table import before_after_table, duration, loading, totals
 from roll_opd.tracking.summary import summarize, within_noise
 from tests.each import each
 

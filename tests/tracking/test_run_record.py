@@ -11,7 +11,7 @@ import pytest
 
 from roll_opd.base.failures import ConfigError
 from roll_opd.pipelines.checkpoints import complete
-from roll_opd.tracking.clock import PHASES
+from roll_opd.tracking.phase_clock import PHASES
 from roll_opd.tracking.run_directory import (
     METRICS,
     PROMPTS,

@@ -10,7 +10,7 @@ import pytest
 
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON
-from roll_opd.cluster.runtime import ray_cluster
+from roll_opd.cluster.ray_runtime import ray_cluster
 from roll_opd.config.plan import RewardPlan, RewardTerm
 from roll_opd.workers.reward_pool import RewardPool, RewardWorker
 

@@ -33,9 +33,9 @@ from roll_opd.models.device_phases import (
     needs,
     needs_of,
 )
+from roll_opd.workers.actor_group import ActorGroup, actor
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import CriticWorker
-from roll_opd.workers.group import ActorGroup, actor
 from roll_opd.workers.model_worker import FollowingWorker, LogprobWorker
 from roll_opd.workers.sampler import RolloutWorker
 from roll_opd.workers.student import TrainWorker

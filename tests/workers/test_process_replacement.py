@@ -12,11 +12,11 @@ import pytest
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster import runtime
+from roll_opd.cluster import ray_runtime
 from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit, ProcessDied
 from roll_opd.weight_sync.send_weights import SharedMemorySync
 from roll_opd.workers import liveness
-from roll_opd.workers.group import ActorGroup, Batches
+from roll_opd.workers.actor_group import ActorGroup, Batches
 from roll_opd.workers.liveness import watched
 from roll_opd.workers.process_replacement import Renewal, attended
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with runtime.ray_cluster(1):
+    with ray_runtime.ray_cluster(1):
         yield
 
 

@@ -17,7 +17,7 @@ from roll_opd.inference.plugin import CUDA_IPC, M2N, NCCL, SHARED_MEMORY, choose
 from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
 from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
 from roll_opd.weight_sync.send_weights import receivers_of, stream
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.actor_group import ActorGroup
 
 ELSEWHERE = "elsewhere"  # what the second node offers
 LIMIT = 2**20

@@ -27,7 +27,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.rollout.workflow_protocol import Task
 from roll_opd.samples.sample import Sample
 from roll_opd.workers import outage
-from roll_opd.workers.group import ActorGroup
+from roll_opd.workers.actor_group import ActorGroup
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.workflow_actor import Job, WorkflowWorker
 from roll_opd.workers.workflow_pool import WorkflowPool, near_engines

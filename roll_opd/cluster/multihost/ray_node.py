@@ -33,7 +33,7 @@ def run(request: dict[str, Any]) -> None:
         server.import_for(request["warm"])
         prepare_environment()
         with guarded() as reaper, run_temp_directory(reaper):
-            from roll_opd.cluster.runtime import ended_processes, join_node
+            from roll_opd.cluster.ray_runtime import ended_processes, join_node
 
             try:
                 node = join_node(request["address"], request["here"], request["slots"])

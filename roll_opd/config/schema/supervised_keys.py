@@ -50,7 +50,7 @@ class Supervised(Run):
     ignored = roll.IGNORED_TOP | roll.IGNORED_SUPERVISED
     role: ClassVar[str]  # the section of the trained model
     algorithm: ClassVar[str]  # entry of `objective.algorithms` that has the loss
-    schema: ClassVar[str] = "sft"  # content of a row: a name of `data.answers.SCHEMAS`
+    schema: ClassVar[str] = "sft"  # content of a row: a name of `data.supervised_rows.SCHEMAS`
     answers: ClassVar[int] = 1  # number of sequences per row; they stay in one micro-batch
     has_reference: ClassVar[bool] = False  # whether the loss compares with a frozen policy
     loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss

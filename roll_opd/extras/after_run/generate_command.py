@@ -12,7 +12,7 @@ from roll_opd.base.failures import ConfigError, os_sentence
 from roll_opd.base.terminal import echo
 from roll_opd.commands.main import Command
 from roll_opd.config.plan import ModelPlan, SamplingPlan
-from roll_opd.data.files import find_files, open_file
+from roll_opd.data.row_files import find_files, open_file
 from roll_opd.data.row_formats import BadRow, DataError, Row, parse_row, with_system_prompt
 from roll_opd.extras.after_run.finished_model import (
     FinishedModel,

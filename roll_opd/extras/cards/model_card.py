@@ -19,7 +19,7 @@ from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.pipelines.run_hooks import RunHook
 from roll_opd.pipelines.sample_texts import NEUTRAL
 from roll_opd.pipelines.settings_history import RunPart
-from roll_opd.tracking.results import before_after_table, loading
+from roll_opd.tracking.results_table import before_after_table, loading
 from roll_opd.tracking.summary import versions
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_opd.base.failures import os_sentence
-from roll_opd.data.files import open_file
+from roll_opd.data.row_files import open_file
 from roll_opd.data.row_formats import BadRow, DataError, number_text
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
 from roll_opd.extras.games.game import AGGREGATES, SPECIAL_TOKENS, at_least, checked_seed, random_numbers

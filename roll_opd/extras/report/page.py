@@ -18,8 +18,8 @@ from roll_opd.extras.report.curves import averaged
 from roll_opd.extras.report.panels import all_metrics, before_after, charts, with_surprise
 from roll_opd.extras.report.run_files import RunRecord, find_run, number, read_run
 from roll_opd.extras.report.text import limited, rounded, script_json, visible
-from roll_opd.tracking.clock import PHASES
-from roll_opd.tracking.results import changed_settings
+from roll_opd.tracking.phase_clock import PHASES
+from roll_opd.tracking.results_table import changed_settings
 from roll_opd.tracking.run_directory import write_atomic
 from roll_opd.tracking.summary import summarize
 

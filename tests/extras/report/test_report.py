@@ -24,9 +24,9 @@ from roll_opd.extras.report.run_files import find_run, read_run
 from roll_opd.extras.report.samples import agreement, shaped
 from roll_opd.extras.report.text import script_json, visible
 from roll_opd.pipelines.sample_texts import teacher_cuts_of
-from roll_opd.samples.alignment import Alignment
+from roll_opd.samples.byte_alignment import Alignment
 from roll_opd.samples.sample import Sample
-from roll_opd.tracking.results import duration, totals
+from roll_opd.tracking.results_table import duration, totals
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl, to_json
 from roll_opd.tracking.summary import summarize, write_summary
 

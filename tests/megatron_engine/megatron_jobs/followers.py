@@ -17,9 +17,9 @@ from torch import Tensor
 
 from roll_opd.config.plan import FollowingPlan, MicroBatchLimits, ModelPlan
 from roll_opd.megatron import parallel
+from roll_opd.megatron.ema_teacher_engine import MegatronFollower
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, sync_plan, weight_buckets
-from roll_opd.megatron.follower import MegatronFollower
 from roll_opd.megatron.weights.sync_plan import Receivers, SyncPlan, unstacked
 from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 

@@ -30,8 +30,8 @@ from roll_opd.config.compose import (
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan
 from roll_opd.config.yaml_files import LOADER, yaml_message
-from roll_opd.data.files import count_rows, files_below
 from roll_opd.data.named_sets import DataPart, named_files
+from roll_opd.data.row_files import count_rows, files_below
 from roll_opd.data.row_formats import DataError
 from roll_opd.extras.trinity.translation.reading import Machine
 from roll_opd.extras.trinity.translation.translate import translated

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from roll_opd.samples.alignment import NO_CHUNK, Alignment
+from roll_opd.samples.byte_alignment import NO_CHUNK, Alignment
 
 
 def cut_of(rng: np.random.Generator, length: int) -> np.ndarray:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from roll_opd.tracking.clock import PHASES, PhaseClock, time_metrics
+from roll_opd.tracking.phase_clock import PHASES, PhaseClock, time_metrics
 
 
 class Time:

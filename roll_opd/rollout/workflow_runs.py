@@ -26,8 +26,8 @@ from roll_opd.rollout.workflow_protocol import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, sampling_versions, tokens_by_version
 from roll_opd.teachers.scoring import Scorers
-from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
+from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.workers.reward_pool import RewardPool, RewardResult
 from roll_opd.workers.sampler import Sampler
 

@@ -13,9 +13,9 @@ from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import ScorerPlan, TeacherPlan
 from roll_opd.samples.sample import Sample, as_columns
-from roll_opd.teachers.kinds import TEACHERS, TeacherStart, register_teacher, scorer_of
 from roll_opd.teachers.scoring import Scorers, Teacher
 from roll_opd.teachers.teacher_interface import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.teachers.teacher_registry import TEACHERS, TeacherStart, register_teacher, scorer_of
 from roll_opd.teachers.views import SameTokens
 
 

@@ -11,7 +11,7 @@ from data_assets import write
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.files import ROWS_SCANNED, count_rows, find_files, first_tags, open_file
+from roll_opd.data.row_files import ROWS_SCANNED, count_rows, find_files, first_tags, open_file
 from roll_opd.data.row_formats import DEFAULT_TAG, DataError
 
 
@@ -120,7 +120,7 @@ def test_bad_rows_count_and_have_no_tag(tmp_path: Path) -> None:
 
 def test_looking_at_data_imports_no_library_for_models() -> None:
     program = (
-        "import sys; from roll_opd.data import files, templates\n"
+        "import sys; from roll_opd.data import row_files, templates\n"
         "print(sorted({'torch', 'transformers', 'ray', 'pyarrow'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

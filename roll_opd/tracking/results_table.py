@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_opd.tracking.clock import PHASES
+from roll_opd.tracking.phase_clock import PHASES
 
 PHASES_SHOWN = 3  # largest ones
 MIN_SECONDS = 0.5  # shorter parts of the wall time are not named

@@ -8,10 +8,10 @@ import pytest
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.answers import NO_ANSWER, OTHER_PROMPT, SAME_ANSWER, parse_answered
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.row_formats import BadRow, DataError
+from roll_opd.data.supervised_rows import NO_ANSWER, OTHER_PROMPT, SAME_ANSWER, parse_answered
 from roll_opd.data.templates import load_tokenizer
 
 STUDENT = str(Path(__file__).parents[2] / "examples" / "demo" / "models" / "student")
