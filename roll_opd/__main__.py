@@ -10,7 +10,7 @@ if __name__ == "__main__":
     from roll_opd.base.installed import refuse_shadowing_files
 
     if sys.argv[1:2] != ["doctor"]:
-        refuse_shadowing_files()  # before `main` imports modules that a file may hide
+        refuse_shadowing_files()  # before `main` imports modules: a file of the user may hide one of them
     from roll_opd.commands.main import main
 
     sys.exit(main())

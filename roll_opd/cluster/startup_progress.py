@@ -37,7 +37,7 @@ class StartupProgress:
     """
 
     def __init__(self, seconds: float = math.inf, say: Callable[[str], None] = print) -> None:
-        """Create the progress of a start.
+        """Begin to monitor a start.
 
         Args:
             seconds: timeout of each part of the start.

@@ -3,7 +3,6 @@
 vLLM reads some environment variables at import, so this module does not import vLLM at the top.
 """
 
-import difflib
 import gc
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_opd.base.failures import did_you_mean
 from roll_opd.base.frozen import thaw
 from roll_opd.base.paths import plain_path
 from roll_opd.config.plan import LoraPlan, ModelPlan
@@ -104,15 +104,15 @@ def check_plugin_is_installed() -> None:
 def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
     """Raise ValueError if an argument is unknown to vLLM, or if the plan sets it.
 
-    The message lists all such arguments. For each unknown argument, it names the most similar argument of vLLM.
+    The message lists all such arguments. For each unknown argument, it names a similar argument of vLLM.
     """
     problems = []
     for name in engine_args:
         if name in SET_BY_PLAN:
             problems.append(f"{name!r} cannot be set here: {SET_BY_PLAN[name]}")
         elif name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            problems.append(f"{name!r} is not an engine argument of the installed vLLM; nearest: {nearest[0]!r}")
+            hint = did_you_mean(name, known, "remove it")
+            problems.append(f"{name!r} is not an engine argument of the installed vLLM; {hint}")
     if problems:
         raise ValueError("engine_args: " + "; ".join(problems))
 

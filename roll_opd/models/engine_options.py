@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Optional, Union, get_typ
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean
 from roll_opd.base.paths import user_cache
 from roll_opd.base.registry import as_mapping, type_problem
 
@@ -349,6 +349,5 @@ def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str]
     if name in options:
         is_the_engines = options[name] is Any  # the engine makes its own object of a mapping, but not of its text
         return as_mapping(value) if is_the_engines else type_problem(options[name], value)
-    near = nearest(name, {*options, *also_known})
     what = "unknown engine argument of vLLM" if engine == "vLLM" else f"unknown key for a {engine} strategy"
-    return f"{what}; {f'did you mean {near!r}?' if near else 'remove this option'}"
+    return f"{what}; {did_you_mean(name, {*options, *also_known}, 'remove this option')}"

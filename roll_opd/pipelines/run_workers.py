@@ -105,7 +105,7 @@ class RunWorkers:
     async def attended(self, work: Awaitable[T], version: int) -> T:
         """Return the result of `work`; meanwhile, send the weights to engines that replace lost ones.
 
-        The student must be idle, or only read. `version` is the version of its weights.
+        Meanwhile the student must not train. `version` is the version of its weights.
         """
 
         async def send() -> None:

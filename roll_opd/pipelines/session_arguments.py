@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.registry import type_problem
 from roll_opd.config.plan import DataPlan, ObjectivePlan, RolloutPlan, RunPlan, SamplingPlan
@@ -325,9 +325,9 @@ def state_directory(directory: Path, plan: RunPlan) -> Path:
 
 def _check_known(call: str, keys: Mapping[str, Any], known: Sequence[str]) -> None:
     if unknown := sorted(keys.keys() - set(known)):
-        near = nearest(unknown[0], known)
-        hint = f"did you mean {near}? Known are" if near else "known are"
-        raise ValueError(f"{call}: no key {', '.join(unknown)}; {hint} {', '.join(known)}")
+        hint = did_you_mean(unknown[0], known)
+        others = f"{f'{hint} Known' if hint else 'known'} are {', '.join(known)}"
+        raise ValueError(f"{call}: no key {', '.join(unknown)}; {others}")
 
 
 def _listed(names: Any) -> str:

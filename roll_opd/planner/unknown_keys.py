@@ -235,7 +235,7 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
     for root, section in roles.items():
         yield from _tree(section, root).items()
         own = MEGATRON_OPTIONS if kind_of(root[0]) in MEGATRON else VLLM_OPTIONS
-        if root[:1] == path[:1]:  # in the section itself, an option of the other engine is an error as well
+        if root[:1] == path[:1]:  # options of the other engine are found too, because they are errors here
             own = MEGATRON_OPTIONS | VLLM_OPTIONS
         yield (*root, *OPTIONS), own
     if not supervised:

@@ -156,8 +156,8 @@ class GroupWindow:
         """Return the numbers of the groups in the next batch, in ascending order.
 
         The batch consists of the oldest groups that have passed. All of them must be inside the window. The result is
-        None if there are too few. If there is a reserve, all groups after the batch are withdrawn. Their numbers, from
-        `next` on, are given to groups again.
+        None if there are too few. If there is a reserve, all groups after the batch are withdrawn, and
+        later groups get their numbers (from `next` on).
         """
         while len(self._filling) < self.pace.groups:
             limit = self.head + self.pace.window

@@ -245,7 +245,7 @@ class FinishedGroup:
     def of(
         cls, draw: int, runs: Sequence[Sequence[Sample] | None], version: int, passes: GroupFilter | None
     ) -> "FinishedGroup":
-        """Return the group of some runs. A group without a sample does not pass.
+        """Return a group with the samples of its runs. A group without a sample does not pass.
 
         Args:
             draw: number of the draw of the group's prompt.

@@ -215,7 +215,7 @@ def _twice(readings: Readings, settings: Settings) -> Check:
 def _temperature(readings: Readings, settings: Settings) -> Check:
     """Check that the update reads log-probs at the sampling temperature T.
 
-    The check uses that the difference of two log-probs at temperature T is 1/T of their difference at temperature 1.
+    At temperature T, two log-probs differ by 1/T of their difference at temperature 1.
     """
     wanted = settings.temperature
     plain = (readings.teacher_plain[:, :1] - readings.teacher_plain[:, 1:]).astype(np.float64)

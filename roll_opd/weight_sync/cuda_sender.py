@@ -91,7 +91,7 @@ class StudentSource(WeightSource):
         self.entries: list[dict[str, Any]] = []  # entries of the last update, on rank 0
 
     def metadata(self) -> list[ParamMeta]:
-        """Return the names, dtypes and shapes of all weights, in the order of sending. Every rank has the same."""
+        """Return the names, dtypes and shapes of all weights, in the order of sending; equal on all ranks."""
         return [ParamMeta(full.name, full.dtype, full.shape) for group in self._plan.groups for full in group]
 
     def held_names(self) -> Collection[str] | None:

@@ -250,7 +250,7 @@ class TrainWorker(TrainableRank, BucketWriter):
     def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`.
 
-        The result is that of `update`.
+        Returns what `update` returns.
         """
         samples = self._with_targets(shard)
         result = self._engine.forward_backward(samples, objective, temperature, step, assigned=shard.micro_batches)

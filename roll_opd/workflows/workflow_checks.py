@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from roll_opd.base.entry_points import entries, load
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean
 from roll_opd.base.registry import Declared, declarations, of_entry
 
 
@@ -70,9 +70,8 @@ def argument_problems(name: str, given: Mapping[str, Any], reward: str | None) -
     for argument in given:
         if argument in known:
             continue
-        near = nearest(argument, known)
         others = f"known are {', '.join(known)}" if known else f"{name} has none; remove it"
-        yield argument, f"unknown argument of {name}; " + (f"did you mean {near!r}?" if near else others)
+        yield argument, f"unknown argument of {name}; {did_you_mean(argument, known, others)}"
     if name in BOXED and reward is None and "format_score_coef" in given:
         yield "format_score_coef", "is read by a reward function; write workflow_reward: math_boxed_reward"
 

@@ -62,7 +62,7 @@ def test_managers_that_are_played(plan: Plan) -> None:
     ("settings", "key", "words"),
     [
         ({"agent_template": "{foo}"}, "agent_template", "{foo} is not a field of a turn; write literal braces"),
-        ({"agent_template": "{observaton}"}, "agent_template", "did you mean {observation}?"),
+        ({"agent_template": "{observaton}"}, "agent_template", "did you mean 'observation'?"),
         ({"agent_template": '{"a": 1} {observation}'}, "agent_template", "write literal braces as {{ }}"),
         ({"agent_template": "{observation"}, "agent_template", "cannot be rendered: ValueError"),
         ({"agent_template": "{observation:d}"}, "agent_template", "cannot be rendered: ValueError"),

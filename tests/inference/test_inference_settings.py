@@ -46,7 +46,7 @@ def test_an_unknown_argument_names_its_nearest_and_all_are_reported() -> None:
     with pytest.raises(ValueError) as caught:
         engine_arguments.check_engine_args(wrong, KNOWN)
     message = str(caught.value)
-    assert "'gpu_memory_utilisation'" in message and "nearest: 'gpu_memory_utilization'" in message
+    assert "'gpu_memory_utilisation'" in message and "did you mean 'gpu_memory_utilization'?" in message
     assert "'seed' cannot be set here" in message and "block_size" not in message
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from roll_opd.extras.alarm.significance import Shift, is_due, least_evidence, lost_gain, shift, threshold
 
 WINDOW = 5  # number of steps in the first and in the last window
-LONG_WINDOW = 10  # number of steps in a window of the fraction of truncated answers, a noisy value
+LONG_WINDOW = 10  # the same for the fraction of truncated answers, because it is noisy
 WINDOW_SHARE = 10  # a window has 1 / WINDOW_SHARE of the steps so far, at most `MAX_WINDOW`
 MAX_WINDOW = 40
 MAX_TESTS = 200  # longer runs are tested only at every (steps / MAX_TESTS)-th step, since each test reads all steps

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from string import Formatter
 from typing import Any
 
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean
 
 # fields of a template with example values: within a conversation, and for single-turn prompts of a StepEnvManager
 CONVERSATION_FIELDS = {"observation": "", "turn_idx": 1, "suffix": "", "actions_left": 1, "max_response_length": 1}
@@ -52,8 +52,7 @@ def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"cannot be rendered: {type(error).__name__}: {error}; {remedy}"
             continue
         if unknown:
-            near = nearest(_name(unknown[0]), known)
-            hint = f"did you mean {{{near}}}?" if near else "write literal braces as {{ }}."
+            hint = did_you_mean(_name(unknown[0]), known, "write literal braces as {{ }}.")
             names = ", ".join(f"{{{name}}}" for name in known)
             kind = settings["env_manager_cls"] or "an environment"
             yield key, f"{{{unknown[0]}}} is not a field of a turn; {hint} Fields with {kind}: {names}"
@@ -110,8 +109,8 @@ def manager_problem(env_manager_cls: str | None) -> str | None:
     of_roll = env_manager_cls == name or env_manager_cls.startswith("roll.")
     if of_roll and name in known:
         return None
-    near = nearest(name, known, at_least=TYPO_SIMILARITY)
-    hint = f"did you mean {near!r}?" if near and near != name else "remove the key, or write a supported manager."
+    others = {manager for manager in known if manager != name}
+    hint = did_you_mean(name, others, "remove the key, or write a supported manager.", TYPO_SIMILARITY)
     return (
         f"{env_manager_cls} is not a supported ROLL manager, and custom managers are not supported; {hint}"
         f" Supported in {PACKAGE}: {', '.join(known)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.base.failures import nearest
+from roll_opd.base.failures import did_you_mean
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.extras.trinity.translation.keys import UNREAD, Rule
 from roll_opd.tracking.secrets import is_secret
@@ -193,8 +193,8 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     """Return the message about an unknown key. It suggests a known key if one is similar."""
     section, _, last = key.rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    if near := nearest(last, siblings):
-        return f"unknown key; did you mean {near!r}?"
+    if hint := did_you_mean(last, siblings):
+        return f"unknown key; {hint}"
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     if elsewhere:
         return f"unknown key here; it belongs to {' or '.join(sorted(elsewhere)[:3])}"
