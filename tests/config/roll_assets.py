@@ -5,24 +5,16 @@ import re
 from pathlib import Path
 
 from config_assets import write_model
+from plan_sources import sizes_of
 
 STYLE = Path(__file__).parent / "roll_style"
-# sizes of config.json by the name that the YAML use; the tiny tokenizer stands in for the real one
-SIZES = {
-    "Qwen3-8B": (36, 4096, 32, 8, 12288),
-    "Qwen3-14B": (40, 5120, 40, 8, 17408),
-    "Qwen3-32B": (64, 5120, 64, 8, 25600),
-    "Qwen2.5-7B": (28, 3584, 28, 4, 18944),
-    "Qwen2.5-0.5B-Instruct": (24, 896, 14, 2, 4864),
-    "Qwen2.5-7B-Instruct-RLVR": (28, 3584, 28, 4, 18944),
-}
 MODEL = re.compile(r"(?:Qwen|virtuoussy)/([\w.-]+)")
 DATA = re.compile(r"data/([\w-]+)\.jsonl")
 
 
 def model_directory(root: Path, name: str, *, weights: bool = True) -> Path:
     """Write the model directory that replaces `name`."""
-    layers, hidden, heads, kv_heads, intermediate = SIZES[name]
+    layers, hidden, heads, kv_heads, intermediate = sizes_of(name)
     path = root / "models" / name
     write_model(
         path,

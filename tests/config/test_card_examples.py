@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from config_assets import shapes_of, write_model
+from plan_sources import TIED, sizes_of
 
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.models.memory import device_memory
@@ -14,15 +15,6 @@ from roll_opd.planner.load_plan import load_plan
 
 CARDS = REPOSITORY / "examples/cards"
 FILES = ("card_24gb", "card_24gb_lora", "node_8", "gpus_64")
-# layers, hidden size, heads, key and value heads, intermediate size; of each model of the files
-DENSE = {
-    "0.6B": (28, 1024, 16, 8, 3072),
-    "1.7B": (28, 2048, 16, 8, 6144),
-    "4B": (36, 2560, 32, 8, 9728),
-    "8B": (36, 4096, 32, 8, 12288),
-    "32B": (64, 5120, 64, 8, 25600),
-    "235B-A22B": (94, 4096, 64, 4, 12288),
-}
 PARAMETERS = {"0.6B": 0.596e9, "1.7B": 1.72e9, "4B": 4.02e9, "8B": 8.19e9, "32B": 32.8e9, "235B-A22B": 235e9}
 EXPERTS, WIDTH = 128, 1536
 MODEL = re.compile(r"Qwen/Qwen3-([\w.-]+)")
@@ -30,7 +22,7 @@ MODEL = re.compile(r"Qwen/Qwen3-([\w.-]+)")
 
 def write_sizes(path: Path, name: str) -> int:
     """Write a model directory with a file of tensors of the real shapes and no data; return its parameters."""
-    layers, hidden, heads, kv_heads, intermediate = DENSE[name]
+    layers, hidden, heads, kv_heads, intermediate = sizes_of(f"Qwen3-{name}")
     is_mixture = name == "235B-A22B"
     config: dict[str, Any] = {
         "model_type": "qwen3_moe" if is_mixture else "qwen3",
@@ -42,7 +34,7 @@ def write_sizes(path: Path, name: str) -> int:
         "intermediate_size": intermediate,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
-        "tie_word_embeddings": name in ("0.6B", "1.7B", "4B"),
+        "tie_word_embeddings": name in TIED,
     }
     shapes = shapes_of(config | {"model_type": "qwen3"})
     if is_mixture:

@@ -130,6 +130,11 @@ def _write_rows(root: Path, stem: str) -> Path:
     return file
 
 
+def sizes_of(name: str) -> tuple[int, int, int, int, int]:
+    """Return the sizes of a model by its name; those of 7B for a name without a known number of parameters."""
+    return next((sizes for part, sizes in (DENSE | MIXTURES).items() if f"-{part}" in name), USUAL)
+
+
 def _write_stand_in(path: Path) -> None:
     """Write a model directory of full size without weights, according to the model's name."""
     if path.exists():
@@ -138,7 +143,7 @@ def _write_stand_in(path: Path) -> None:
         write_model(path, seed=len(path.name), weights={"stand_in": (8, 16)})
         (path / "config.json").write_text(json.dumps(hybrid))
         return
-    size = next((sizes for part, sizes in (DENSE | MIXTURES).items() if f"-{part}" in path.name), USUAL)
+    size = sizes_of(path.name)
     layers, hidden, heads, kv_heads, intermediate = size
     is_mixture = bool(re.search(r"\dB-A\d", path.name))
     qwen3 = "Qwen3" in path.name
