@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import combinations
 
 from roll_opd.config.diagnostics import Diagnostics
@@ -69,6 +70,22 @@ def _apart(devices: Sequence[int], tp: int, per_node: int) -> Sequence[int]:
     """Return the first group of `tp` consecutive devices that spans several nodes, or () if there is none."""
     groups = (devices[start : start + tp] for start in range(0, len(devices), tp))
     return next((group for group in groups if len({device // per_node for device in group}) > 1), ())
+
+
+def check_m2n(plan: RunPlan, diag: Diagnostics, *, on_cpu: bool) -> None:
+    """Check that `weight_sync: m2n` can connect the student's devices with those of the engines."""
+    if plan.weight_sync != "m2n" or plan.rollout is None:
+        return
+    if plan.rollout.adapter:
+        diag.note("weight_sync", "is shared_memory, as the engines get only the student's adapter")
+        return
+    if shared := sorted(set(plan.student.devices) & set(plan.rollout.devices)):
+        text = f"m2n sends between different devices, but student and engines share {', '.join(map(str, shared))}"
+        diag.error("weight_sync", f"{text}; use auto, or other devices")
+    if on_cpu:
+        diag.unsupported_here("weight_sync", "m2n sends between GPUs; use auto")
+    elif not (find_spec("nccl") and find_spec("nccl.m2n")):
+        diag.unsupported_here("weight_sync", "m2n needs the package nccl-extensions; install it, or use auto")
 
 
 def check_memory(plan: RunPlan, diag: Diagnostics) -> None:

@@ -4,10 +4,9 @@ These functions read no files and raise no exceptions. Problems are recorded in 
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.plan import MicroBatchLimits, RolloutPlan, RunPlan
+from roll_opd.config.plan import MicroBatchLimits, RolloutPlan
 from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker, changed
 from roll_opd.models.memory import VLLM_MAX_SEQUENCES
 from roll_opd.planner.layouts_and_devices import OPTIONS
@@ -150,22 +149,6 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
     elif on_cpu and tokens < (least := max(longest, 0 if sequences else VLLM_MAX_SEQUENCES)):
         text = f"{tokens} is less than the {least} that an engine without a GPU needs"
         diag.unsupported_here(key, f"{text} for the longest sequence, and one token of each; raise or remove this key")
-
-
-def check_m2n(plan: RunPlan, diag: Diagnostics, *, on_cpu: bool) -> None:
-    """Check that `weight_sync: m2n` can connect the student's devices with those of the engines."""
-    if plan.weight_sync != "m2n" or plan.rollout is None:
-        return
-    if plan.rollout.adapter:
-        diag.note("weight_sync", "is shared_memory, as the engines get only the student's adapter")
-        return
-    if shared := sorted(set(plan.student.devices) & set(plan.rollout.devices)):
-        text = f"m2n sends between different devices, but student and engines share {', '.join(map(str, shared))}"
-        diag.error("weight_sync", f"{text}; use auto, or other devices")
-    if on_cpu:
-        diag.unsupported_here("weight_sync", "m2n sends between GPUs; use auto")
-    elif not (find_spec("nccl") and find_spec("nccl.m2n")):
-        diag.unsupported_here("weight_sync", "m2n needs the package nccl-extensions; install it, or use auto")
 
 
 def check_positions(top: Run, roles: list[Worker], tokens: int, what: str, key: str) -> None:

@@ -168,7 +168,7 @@ def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Dia
         return None
     plan = RunPlan(**common | fields | ({} if fields["validation"] else {"eval_steps": 0}))
     _check_engines(plan, sections)
-    check_values.check_m2n(plan, sections.top.diag, on_cpu=hardware.engines_are_on_cpus())
+    device_mapping.check_m2n(plan, sections.top.diag, on_cpu=hardware.engines_are_on_cpus())
     return _finished(plan, loaded, sections.top, sections)
 
 
