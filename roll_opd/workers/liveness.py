@@ -45,7 +45,7 @@ class Life:
     beaten_at: float = math.inf  # time of the last new beat; inf: the process has not begun to store beats
 
     def start(self, restarts: int, beat: bytes | None) -> None:
-        """Expect a new process, whose set-up may take long. `beat` is the last one of the former process."""
+        """Expect a new process, whose set-up may take long. `beat` is the last beat of the lost process."""
         self.restarts = self.reported = restarts
         self.beat, self.beaten_at = beat, math.inf
 
