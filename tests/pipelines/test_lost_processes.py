@@ -77,7 +77,7 @@ class Killer:
         self._plan()
 
     def _plan(self) -> None:
-        self._after, self._due = self._steps + self._rng.randint(1, 2), 2 * self._rng.random()
+        self._after, self._due = self._steps + self._rng.randint(1, 2), self._rng.random()
 
     def __call__(self) -> bool:
         now, steps = time.monotonic(), max((row["step"] for row in self._logged()), default=0)
@@ -89,7 +89,8 @@ class Killer:
             self._struck = False
         if steps != self._steps:
             self._steps, self._at = steps, now
-        waits = self._struck or not self._left or steps < self._after or now < self._at + self._due
+        due = self._at + self._due * statistics.median(self.step_seconds or [0.5])
+        waits = self._struck or not self._left or steps < self._after or now < due
         if not waits and (victims := self._victims(self._left[0].removesuffix(" hangs"))):
             name = self._left.pop(0)
             number = signal.SIGSTOP if name.endswith("hangs") else signal.SIGKILL
