@@ -193,7 +193,9 @@ def resolve_engine_args(
     if adapter is not None:
         fitting = next(rank for rank in ENGINE_RANKS if adapter.rank <= rank)
         from_plan |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting}
-        from_plan["lora_target_modules"] = list(adapter.targets)  # vLLM leaves the other layers unchanged
+        # vLLM leaves the other layers unchanged. It has one layer for the gates, ups and downs of all experts
+        fused = ["experts"] if info.experts and "down_proj" in adapter.targets else []
+        from_plan["lora_target_modules"] = [*adapter.targets, *fused]
     if routes and not on_cpu:
         from_plan["enable_return_routed_experts"] = True
     return {**defaults, **thaw(dict(engine_args)), **from_plan}

@@ -6,7 +6,8 @@ Each Hugging Face linear layer has separate matrices A and B, as in `peft`. This
 several layers into one, for example the projections of queries, keys and values.
 
 One of the two matrices is sharded like the layer. In column-parallel layers, B is sharded by rows. In row-parallel
-layers, A is sharded by columns. The other matrix is replicated on all tensor ranks.
+layers, A is sharded by columns. The other matrix is replicated on all tensor ranks. An expert with an adapter is on one
+tensor rank, so neither of its matrices is sharded.
 
 Legend: n tokens on this rank, I input features and O output features of a layer on this rank, R rank of the adapters.
 """
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -47,6 +50,7 @@ class LinearLayer:
     names: tuple[str, ...]  # names of the Hugging Face modules, in the order of their rows in the weight
     shapes: tuple[tuple[int, ...], ...]  # shapes of the modules' full weights
     slicing: TensorSlice  # slicing of the weight
+    peers: tuple[tuple[str, ...], ...] = ()  # of an expert's layer: the names on each expert rank
 
 
 class Pair(torch.nn.Module):
@@ -60,14 +64,17 @@ class Pair(torch.nn.Module):
         outputs: int,
         slicings: tuple[TensorSlice, TensorSlice],
         weight: Tensor,
+        peers: tuple[str, ...] = (),
     ) -> None:
         """Create A and B, filled with zeros.
 
         Args:
             shape: shape of the layer's full weight.
             weight: this rank's part of Megatron's fused weight.
+            peers: of an expert's layer, its names on all expert ranks.
         """
         super().__init__()
+        self.peers = peers
         self.name, self.inputs, self.slicings = name, shape[1], dict(zip("AB", slicings, strict=True))
         self.A = torch.nn.Parameter(weight.new_zeros(rank, weight.size(1)))
         self.B = torch.nn.Parameter(weight.new_zeros(outputs, rank))
@@ -91,7 +98,10 @@ class Adapter(torch.nn.Module):
         weight, config = layer.module.weight, layer.module.config
         assert isinstance(weight, Tensor)
         self._scale = plan.alpha / plan.rank
-        self._slicing, self._sizes, self._ranks = layer.slicing, sizes, tensor_rank()[1]
+        is_expert = bool(layer.peers)
+        self._slicing, self._sizes, self._ranks = layer.slicing, sizes, tensor_rank(expert=is_expert)[1]
+        if is_expert and self._ranks > 1:
+            raise ValueError("adapters of experts need expert_tensor_parallel_size 1")
         self._row_parallel = layer.slicing.dim == 1
         self._sequence_parallel = self._ranks > 1 and bool(getattr(config, "sequence_parallel", False))
         self._widths = [rows if self._row_parallel else rows // self._ranks for rows, _ in layer.shapes]
@@ -101,10 +111,11 @@ class Adapter(torch.nn.Module):
         self._places = [n for n, name in enumerate(layer.names) if module_name(name) in plan.targets]
         for n in self._places:
             name = layer.names[n]
-            pair = Pair(name, plan.rank, layer.shapes[n], self._widths[n], slicings, weight)
+            peers = tuple(names[n] for names in layer.peers)
+            pair = Pair(name, plan.rank, layer.shapes[n], self._widths[n], slicings, weight, peers)
             self.pairs[module_name(name)] = pair
             for parameter, slicing in zip((pair.A, pair.B), slicings, strict=True):
-                _set_parallel_attributes(parameter, slicing, self._sequence_parallel)
+                _set_parallel_attributes(parameter, slicing, self._sequence_parallel, weight if is_expert else None)
 
     def forward(self, input_nI: Tensor) -> Tensor:
         """Return the adapter's output, [n, 1, O]. The forward hook adds it to the output of the layer."""
@@ -202,7 +213,8 @@ class Adapters:
         for pair in self._pairs():
             for matrix, slicing in pair.slicings.items():
                 value = getattr(pair, matrix)
-                shard = ParameterShard(((tensor_name(pair.name, matrix),),), slicing, value.shape, value.dtype)
+                names = tuple((tensor_name(name, matrix),) for name in pair.peers or (pair.name,))
+                shard = ParameterShard(names, slicing, value.shape, value.dtype, bool(pair.peers))
                 shards.append((shard, lambda value=value: value))
         return SyncPlan(shards, self._sizes)
 
@@ -222,7 +234,7 @@ class Adapters:
 
     def _fill(self, pair: Pair, matrix: str, source: TensorSource) -> None:
         parameter, name = getattr(pair, matrix), tensor_name(pair.name, matrix)
-        part = pair.slicings[matrix].read(source, (name,), *tensor_rank(), self._sizes)
+        part = pair.slicings[matrix].read(source, (name,), *tensor_rank(expert=bool(pair.peers)), self._sizes)
         if part.shape != parameter.shape:
             raise ValueError(
                 f"{name} is {list(part.shape)} on this rank, expected {list(parameter.shape)}; use an adapter of this"
@@ -239,11 +251,14 @@ def sharded_state(model: torch.nn.Module) -> dict[str, Any]:
         if isinstance(module, Pair):
             for matrix, slicing in module.slicings.items():
                 value, key = getattr(module, matrix), tensor_name(module.name, matrix)
-                state[f"{path}.{matrix}"] = (
-                    make_sharded_tensor_for_checkpoint(value, key)
-                    if slicing.dim is None
-                    else make_tp_sharded_tensor_for_checkpoint(value, key, tp_axis=slicing.dim)
-                )
+                if module.peers:
+                    replica = 0, 0, parallel_state.get_expert_data_parallel_rank()
+                    sharded = ShardedTensor.from_rank_offsets(key, value, replica_id=replica)
+                elif slicing.dim is None:
+                    sharded = make_sharded_tensor_for_checkpoint(value, key)
+                else:
+                    sharded = make_tp_sharded_tensor_for_checkpoint(value, key, tp_axis=slicing.dim)
+                state[f"{path}.{matrix}"] = sharded
     return state
 
 
@@ -252,11 +267,18 @@ def module_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _set_parallel_attributes(parameter: Any, slicing: TensorSlice, sequence_parallel: bool) -> None:
+def _set_parallel_attributes(parameter: Any, slicing: TensorSlice, sequence_parallel: bool, of_expert: Any) -> None:
     """Set Megatron's sharding attributes of a parameter.
 
     With sequence parallelism, they make Megatron sum the gradient of a replicated parameter over tensor ranks.
+    `of_expert`: weight of the expert's layer, which has the same replicas; None for other layers.
     """
+    if of_expert is not None:
+        for name in ("tensor_model_parallel", "allreduce"):
+            if hasattr(of_expert, name):
+                setattr(parameter, name, getattr(of_expert, name))
+        parameter.partition_dim, parameter.partition_stride, parameter.sequence_parallel = 0, 1, False
+        return
     parameter.tensor_model_parallel = slicing.dim is not None
     parameter.partition_dim, parameter.partition_stride = slicing.dim or 0, 1
     parameter.sequence_parallel = sequence_parallel and slicing.dim is None

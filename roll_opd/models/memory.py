@@ -32,6 +32,7 @@ VLLM_MAX_SEQUENCES = 256  # vLLM's default max_num_seqs
 VLLM_BLOCK = 16  # vLLM's default block_size on GPUs, tokens
 VLLM_IN_FLIGHT = 2  # tokens of a sequence in flight: vLLM schedules a decoding step before the previous step has ended
 VLLM_UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization
+MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
 GRADIENT_BYTES = 4  # the engine accumulates gradients in fp32
 MOMENT_BYTES = 8  # two fp32 Adam moments per parameter
 MASTER_BYTES = 4  # fp32 master weights unless the model is fp32
@@ -105,20 +106,22 @@ class ModelShard:
         mine = [has for number, has in enumerate(info.has_experts) if number // each % pp == stage]
         return mine.count(False), sum(mine)
 
-    def adapter_parameters(self, lora: LoraPlan) -> int:
-        """Return the number of adapter parameters per rank.
+    def adapter_parameters(self, lora: LoraPlan) -> tuple[int, int]:
+        """Return the number of adapter parameters per rank: (outside of experts, of experts).
 
         An adapter has two matrices per layer. One matrix is sharded like the layer, and every tensor rank has a copy of
-        the other matrix.
+        the other matrix. Those of an expert are not sharded.
         """
         info, tp = self.info, self.layout.tp
         queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
         outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        outputs |= dict.fromkeys(("gate_proj", "up_proj"), info.intermediate)
-        inputs = {"o_proj": queries, "down_proj": info.intermediate}
         columns = sum(info.hidden + outputs[name] // tp for name in lora.targets if name in outputs)
-        rows = sum(inputs[name] // tp + info.hidden for name in lora.targets if name in inputs)
-        return int(lora.rank * (columns + rows) * info.layers / self.layout.pp)
+        rows = queries // tp + info.hidden if "o_proj" in lora.targets else 0
+        of_mlp = len(MLP.intersection(lora.targets))
+        dense = of_mlp * (info.hidden + info.intermediate // tp) * (info.layers - info.expert_layers)
+        experts = of_mlp * (info.hidden + info.expert_intermediate) * info.experts * info.expert_layers
+        others = lora.rank * ((columns + rows) * info.layers + dense)
+        return int(others / self.layout.pp), int(lora.rank * experts / self.layout.pp / self.layout.ep)
 
     def layer_elements(self) -> float:
         """Return how many elements per token a layer stores for backward on a rank.
@@ -241,11 +244,12 @@ def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -
         copies, expert_copies = 1, 1
     micro_batches = max(1, plan.mini_batch_sequences // layout.dp)
     tokens = _tokens(plan.train_limits, longest, layout)
-    weights, adapters = dense + experts, shard.adapter_parameters(plan.lora) if plan.lora else 0
+    weights = dense + experts
     if plan.lora:
-        dense, experts = adapters, 0
+        dense, experts = shard.adapter_parameters(plan.lora)
+        weights += dense + experts
     return {
-        "weights": (weights + adapters) * size,
+        "weights": weights * size,
         "gradients": (dense + experts) * GRADIENT_BYTES,
         "optimizer": int(state * (dense / copies + experts / expert_copies)),
         "activations": int(tokens * shard.kept_elements(stage, plan.megatron_args, micro_batches) * size),

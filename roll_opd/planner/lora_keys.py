@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from roll_opd.config.plan import LoraPlan
+from roll_opd.config.plan import Layout, LoraPlan
 from roll_opd.config.schema import ModelArgs
 from roll_opd.models.adapter_files import adapted_modules, read_adapter
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model
@@ -65,14 +65,26 @@ def check_modules(lora: LoraPlan, model: ModelInfo, args: ModelArgs) -> None:
         )
 
 
-def check_experts(lora: LoraPlan, args: ModelArgs) -> None:
-    """Refuse adapters of expert layers.
+def check_experts(lora: LoraPlan, model: ModelInfo, layout: Layout | None, args: ModelArgs) -> None:
+    """Refuse adapters of expert layers that cannot be trained, and some targets of experts without the others.
 
-    `lora` is the plan of the adapters of a model with experts.
+    vLLM packs the adapters of gate, up and down of all experts together.
     """
-    if of_mlp := [name for name in lora.targets if name not in ATTENTION]:
-        text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(ATTENTION)}"
-        args.diag.unsupported(adapter_key(args) or "lora_rank", text)
+    key, of_mlp = adapter_key(args) or "lora_rank", [name for name in lora.targets if name not in ATTENTION]
+    if not of_mlp:
+        return
+    modules = {name.removesuffix(".weight") for name in model.tensors}
+    if model.tensors and not any(name.endswith(".mlp.experts.0.gate_proj") for name in modules):
+        text = f"adapters of experts ({', '.join(of_mlp)}) need a tensor for each expert, which {model.path.name} lacks"
+        args.diag.unsupported(key, f"{text}; use {','.join(ATTENTION)}")
+    elif any(".shared_expert" in name for name in modules):
+        text = f"adapters of shared experts ({', '.join(of_mlp)}) are not available yet"
+        args.diag.unsupported(key, f"{text}; use {','.join(ATTENTION)}")
+    elif len(of_mlp) < len(LINEAR) - len(ATTENTION):
+        args.diag.unsupported(key, f"experts with adapters need all of {', '.join(LINEAR[4:])}; name all or none")
+    elif layout and layout.expert_tp > 1:
+        text = f"adapters of experts need experts on one tensor rank, but {layout.expert_tp} ranks share one"
+        args.diag.unsupported(key, f"{text}; set expert_tensor_parallel_size to 1")
 
 
 def adapter_key(args: ModelArgs) -> str | None:

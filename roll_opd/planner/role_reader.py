@@ -142,7 +142,7 @@ class RoleReader:
             student = self._megatron("train", worker, self._student)
             lora = lora_keys.read_lora(worker.model_args)
             if lora and student.info and student.info.experts:
-                lora_keys.check_experts(lora, worker.model_args)
+                lora_keys.check_experts(lora, student.info, student.layout, worker.model_args)
             if lora and student.info:
                 lora_keys.check_modules(lora, student.info, worker.model_args)
             self._sections.train = self._sections.workers[name] = changed(student, {"lora": lora})

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from safetensors.numpy import save_file
 
 from roll_opd.commands.describe import to_json
 from roll_opd.commands.plan_text import to_text
-from roll_opd.config.plan import LoraPlan, RunPlan
+from roll_opd.config.plan import Layout, LoraPlan, RunPlan
+from roll_opd.config.schema import ModelArgs
 from roll_opd.models.adapter_files import CONFIG, HARMLESS, WEIGHTS, adapter_config, read_adapter, tensor_name
 from roll_opd.models.model_files import ModelFilesError
-from roll_opd.planner.lora_keys import LINEAR
+from roll_opd.planner.lora_keys import LINEAR, check_experts
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
@@ -210,3 +212,18 @@ def test_only_adapters_have_gradients_and_moments(plan: Plan) -> None:
     copies = run.student.layout.dp
     assert parts["gradients"] == 4 * count and parts["optimizer"] == 8 * count // copies
     assert parts["weights"] - 4 * count == plan({f"{STUDENT}.lora_rank": 0}).memory["student_train"][0]["weights"]
+
+
+def test_adapters_of_experts_that_cannot_be_trained_are_refused() -> None:
+    """By the tensors of the model, the targets and the layout."""
+    each = [f"model.layers.0.mlp.experts.{expert}.{part}.weight" for expert in range(2) for part in LINEAR[4:]]
+    shared, fused = "model.layers.0.mlp.shared_expert.up_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
+    cases = [(each, LINEAR, Layout(), 0), (each, LINEAR, Layout(tp=2, ep=2, etp=1), 0), (each, LINEAR, Layout(tp=2), 1)]
+    cases += [(each, LINEAR[:6], Layout(), 1), (each, LINEAR[:4], Layout(tp=2), 0)]
+    cases += [([*each, shared], LINEAR, Layout(), 1), ([fused], LINEAR, Layout(), 1)]
+    for names, targets, layout, refused in cases:
+        args = ModelArgs(lora_rank=4)
+        before = len(args.diag.blockers)  # sections made without a configuration share one
+        model: Any = SimpleNamespace(tensors=dict.fromkeys(names), path=Path("model"))
+        check_experts(LoraPlan(targets, 4, 8.0), model, layout, args)
+        assert len(args.diag.blockers) - before == refused, (names[0], targets, layout)

@@ -10,11 +10,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from inference_models import Running, hf_logprobs, make_model, running, update_weights
+from inference_models import Running, hf_logprobs, make_mixture, make_model, running, save_model, update_weights
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
-from roll_opd.config.plan import LoraPlan, SamplingPlan
+from roll_opd.config.plan import LoraPlan, ModelPlan, SamplingPlan
+from roll_opd.inference.engine_arguments import vllm_arguments
+from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.weight_updates import WeightUpdateError
+from roll_opd.models.adapter_files import adapted_modules, adapter_config, tensor_name
+from roll_opd.models.model_info import read_model
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 5, 15.0  # a rank for which vLLM's buffers are too large
@@ -106,3 +110,39 @@ def test_two_ranks_hold_their_parts(tiny_model_path: str) -> None:
         send(one, matrices(model))
         found = one.run(one.engine.prompt_logprobs(tokens))
         np.testing.assert_allclose(found, hf_logprobs(model, tokens), atol=2e-5, rtol=0)
+
+
+def test_vllm_packs_the_matrices_of_all_experts(tmp_path: Path) -> None:
+    """As far as it goes on a CPU: names, target modules and packing, with vLLM's code for adapters of experts."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import PackedLoRALayerWeights
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.utils import is_in_target_modules
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    base, plan = save_model(make_mixture(seed=0), tmp_path), LoraPlan(LAYERS, RANK, ALPHA)
+    model = read_model(tmp_path)
+    tensors = {
+        tensor_name(module, matrix): torch.randn(*((RANK, columns) if matrix == "A" else (rows, RANK)))
+        for module in sorted(adapted_modules(model, LAYERS))
+        for rows, columns in [model.tensors[f"{module}.weight"].shape]
+        for matrix in "AB"
+    }
+    helper = PEFTHelper.from_dict(adapter_config(base, RANK, ALPHA, LAYERS))
+    found = LoRAModel.from_lora_tensors(1, tensors, helper, device="cpu", dtype=torch.float32)
+    mapping = RoutedExperts.make_expert_params_mapping(torch.nn.Module(), "gate_proj", "down_proj", "up_proj", 4)
+    names = [name.rstrip(".") for _, name, _, _ in mapping]
+    given = {"max_model_len": 64, "seed": 0, "tensor_parallel_size": 1, "engine_args": {}, "sleeps": False}
+    arguments = vllm_arguments(ModelPlan(base), **given, routes=False, weight_transfer=SHARED_MEMORY, adapter=plan)
+    targets = arguments.lora_target_modules
+    assert is_in_target_modules("model.layers.1.mlp.experts", targets, {"experts": names})
+    assert not is_in_target_modules("model.layers.1.mlp.gate", targets, {"experts": names})
+    packed = PackedLoRALayerWeights.pack_moe(
+        [found.get_lora(f"model.layers.1.mlp.{name}") for name in names], "experts"
+    )
+    for number, part in enumerate(("gate_proj", "down_proj", "up_proj")):
+        for expert in range(4):
+            module = f"model.layers.1.mlp.experts.{expert}.{part}"
+            assert torch.equal(packed.lora_a[number][expert], tensors[tensor_name(module, "A")])
+            assert torch.equal(packed.lora_b[number][expert], tensors[tensor_name(module, "B")])
+        assert packed.scaling[number] == ALPHA / RANK

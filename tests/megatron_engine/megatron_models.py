@@ -277,6 +277,16 @@ def save_adapter(path: Path, base: str, targets: Sequence[str], rank: int, alpha
     """Write an adapter without zero matrices, in peft's format."""
     torch.manual_seed(len(targets))
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), task_type="CAUSAL_LM")
+    weights = load_file(f"{base}/model.safetensors")
+    if any(".experts." in name for name in weights) and "down_proj" in targets:  # peft fuses experts
+        modules = {name.removesuffix(".weight"): tensor.shape for name, tensor in weights.items()}
+        shapes = {name: shape for name, shape in modules.items() if name.rpartition(".")[2] in targets}
+        of = {f"base_model.model.{name}.lora_A.weight": (rank, shape[1]) for name, shape in shapes.items()}
+        of |= {f"base_model.model.{name}.lora_B.weight": (shape[0], rank) for name, shape in shapes.items()}
+        path.mkdir()
+        save_file({name: 0.1 * torch.randn(shape) for name, shape in of.items()}, path / "adapter_model.safetensors")
+        config.save_pretrained(path)
+        return
     model = get_peft_model(load(base), config)
     with torch.no_grad():
         for parameter in model.parameters():

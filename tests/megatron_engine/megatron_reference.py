@@ -1,9 +1,11 @@
 """Results of Hugging Face's models and plain torch for the same samples: the naive side of each test."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,6 +24,7 @@ from megatron_jobs.distillation import DISTILLING, TEACHERS, looks_at
 from megatron_layouts import VOCABULARY
 from megatron_models import load, load_adapted, load_critic
 from megatron_samples import TrainSample
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from roll_opd.config.plan import ObjectivePlan
@@ -128,8 +131,45 @@ def naive_training(
     return _trained(load(path), objective_name, objective, changed=changed)
 
 
+class AddedProducts(torch.nn.Module):
+    """A model whose weights are those of `base` plus alpha / rank · B A for each linear layer of an adapter."""
+
+    def __init__(self, base: str, adapter: Path) -> None:
+        super().__init__()
+        self.base = load(base).requires_grad_(False)
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        self.scale = config["lora_alpha"] / config["r"]
+        matrices = load_file(adapter / "adapter_model.safetensors")
+        self.matrices = {name: torch.nn.Parameter(tensor) for name, tensor in matrices.items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        yield from self.matrices.items()
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        weights = dict(self.base.named_parameters())
+        added: dict[str, torch.Tensor] = {}
+        for name, matrix_a in self.matrices.items():
+            if ".lora_A." in name:
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                added[module] = self.scale * self.matrices[name.replace("lora_A", "lora_B")] @ matrix_a
+        for module in [name for name in added if ".experts." not in name]:
+            weights[f"{module}.weight"] = weights[f"{module}.weight"] + added[module]
+        for block in {name.partition(".experts.")[0] for name in added if ".experts." in name}:
+            experts = range(len(weights[f"{block}.experts.down_proj"]))
+            gate, up, down = (
+                torch.stack([added[f"{block}.experts.{each}.{part}_proj"] for each in experts])
+                for part in ("gate", "up", "down")
+            )
+            both = torch.cat([gate, up], 1)
+            for part, sum_of in (("gate_up_proj", both), ("down_proj", down)):
+                weights[f"{block}.experts.{part}"] = weights[f"{block}.experts.{part}"] + sum_of
+        return torch.func.functional_call(self.base, weights, (tokens,))
+
+
 def naive_lora_training(base: str, adapter: Path, *, changed: bool = False) -> tuple[list[dict], dict]:
-    """Train in the same way with peft: only the adapter is trained."""
+    """Train in the same way with peft, or without it for experts, which peft fuses: only the adapter is trained."""
+    if any(".experts." in name for name in load_file(adapter / "adapter_model.safetensors")):
+        return _trained(AddedProducts(base, adapter), "opd", ObjectivePlan(), changed=changed)
     return _trained(load_adapted(base, adapter, learns=True), "opd", ObjectivePlan(), changed=changed)
 
 

@@ -86,7 +86,7 @@ def test_switched_off_or_zero_an_adapter_changes_no_bit(answers: Answers, layout
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_begin_with_the_same_numbers_in_every_layout(answers: Answers, layout: str) -> None:
     """B is zero; A is uniform within 1 / sqrt(inputs), as peft draws it."""
-    alone = "ep2" if lora.LORA_LAYOUTS[layout] == "attention" else "tp1"
+    alone = {"attention": "ep2", "experts": "tp2ep2"}.get(lora.LORA_LAYOUTS[layout], "tp1")
     first = load_file(answers.path(f"lora-{alone}-zero.adapter") / "adapter_model.safetensors")
     found = load_file(answers.path(f"lora-{layout}-zero.adapter") / "adapter_model.safetensors")
     for name, tensor in found.items():

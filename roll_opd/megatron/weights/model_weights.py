@@ -113,9 +113,8 @@ class ModelWeights:
         shards = []
         for place, module, parameter in parameters_of(models):
             entry = self._entry(place)
-            experts = [None] if place.expert is None else _peers_of_expert(place.expert, self.config)
-            names = tuple(entry.of(place.layer, expert) for expert in experts)
-            shard = ParameterShard(names, SLICINGS[entry.slicing], parameter.shape, parameter.dtype, entry.is_expert)
+            names, slicing = self._names_of_peers(place), SLICINGS[entry.slicing]
+            shard = ParameterShard(names, slicing, parameter.shape, parameter.dtype, entry.is_expert)
             shards.append((shard, partial(with_adapter, module, parameter)))
         return SyncPlan(shards, self.sizes)
 
@@ -132,8 +131,16 @@ class ModelWeights:
             tensors = entry.of(place.layer, place.expert)
             names = tuple(name.removesuffix(".weight") for name in tensors)
             if parameter.dim() == 2 and any(module_name(name) in targets for name in names):
-                found.append(LinearLayer(module, names, tuple(map(source.shape, tensors)), SLICINGS[entry.slicing]))
+                shapes = tuple(map(source.shape, tensors))
+                peers = self._names_of_peers(place) if entry.is_expert else ()
+                of_peers = tuple(tuple(name.removesuffix(".weight") for name in peer) for peer in peers)
+                found.append(LinearLayer(module, names, shapes, SLICINGS[entry.slicing], of_peers))
         return found
+
+    def _names_of_peers(self, place: Place) -> tuple[tuple[str, ...], ...]:
+        """Return the names of a parameter's tensors; of an expert's parameter, those of each expert rank."""
+        experts = [None] if place.expert is None else _peers_of_expert(place.expert, self.config)
+        return tuple(self._entry(place).of(place.layer, expert) for expert in experts)
 
     def _entry(self, place: Place) -> Entry:
         if self._tied and place.name == "output_layer.weight":

@@ -30,16 +30,19 @@ LORA_LAYOUTS = {
     "tp2sppp2": "some",
     "tp2spcp2": "some",
     "ep2": "attention",
-    "tp2ep2": "attention",
+    "tp2ep2": "experts",
+    "pp2ep2": "experts",
 }
 LORA_TARGETS = {
     "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "some": ("q_proj", "v_proj", "down_proj"),
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "experts": ("o_proj", "gate_proj", "up_proj", "down_proj", "k_proj"),
 }
-LORA_MODELS = {"all": "deep", "some": "deep", "attention": "qwen3_moe"}
+LORA_MODELS = {"all": "deep", "some": "deep", "attention": "qwen3_moe", "experts": "qwen3_moe"}
 LORA = {"rank": 3, "alpha": 5.0}
-LORA_RESUMES = [("tp2", "pp2"), ("dp2", "tp2"), ("cp2", "tp2"), ("tp2", "tp2")]  # (layout that saved, that loads)
+# (layout that saved, that loads)
+LORA_RESUMES = [("tp2", "pp2"), ("dp2", "tp2"), ("cp2", "tp2"), ("tp2", "tp2"), ("pp2ep2", "tp2ep2")]
 CHANGED = ("tp2", "tp2")  # resumed with changed settings: (layout that saved, that loads)
 
 
