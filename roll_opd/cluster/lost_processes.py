@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from roll_opd.base.failures import RunError
 
 HOUR = 3600.0
+MAX_DEATHS = 3  # losses during one call, attempts of one start, or restarts without progress, after which a run ends
 
 
 class ClusterError(RuntimeError):

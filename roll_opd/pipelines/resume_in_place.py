@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from roll_opd.base.command_line import SESSION_SOCKET
-from roll_opd.cluster.lost_processes import Loss, ProcessDied
+from roll_opd.cluster.lost_processes import MAX_DEATHS, Loss, ProcessDied
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.workers.liveness import LIVES
-from roll_opd.workers.process_replacement import MAX_DEATHS
 
 
 class Revival:

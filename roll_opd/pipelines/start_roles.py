@@ -23,7 +23,7 @@ from roll_opd.config.plan import (
     TeacherPlan,
 )
 from roll_opd.data import templates
-from roll_opd.inference.plugin import SHARED_MEMORY, choose_backend
+from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.tool_calls import HERMES
 from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
@@ -32,6 +32,7 @@ from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scoring import Scorers, Teacher
 from roll_opd.teachers.teacher_registry import TeacherStart, scorer_of
 from roll_opd.teachers.views import view_of
+from roll_opd.weight_sync.choose_transport import choose_backend
 from roll_opd.weight_sync.send_weights import make_weight_sync
 from roll_opd.workers.actor_group import ActorGroup, WorkerGroup
 from roll_opd.workers.colocation import DeviceScheduler

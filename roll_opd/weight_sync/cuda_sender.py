@@ -42,7 +42,7 @@ class CudaSender:
         """Connect this rank of the student to the engines.
 
         Args:
-            backend: CUDA IPC or NCCL (see `plugin.choose_backend`).
+            backend: CUDA IPC or NCCL (see `choose_transport.choose_backend`).
             engine: training engine of the student.
             plan: plan of the student's weights.
             engines: handles of the `RolloutWorker` actors.

@@ -1,7 +1,7 @@
 """Send the student's weights to the inference engines, and to followers (teachers that are updated from the student).
 
-`plugin.choose_backend` chooses one of three transports. The choice depends on the devices of the student and the
-engines. The driver only coordinates the transfer, so the weights never pass through the driver.
+`choose_transport` chooses one of four transports. The choice depends on the devices of the student and the engines. The
+driver only coordinates the transfer, so the weights never pass through the driver.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def make_weight_sync(
     """Return the transport for a backend.
 
     Args:
-        backend: result of `plugin.choose_backend`; shared memory for an adapter.
+        backend: result of `choose_transport.choose_backend`; shared memory for an adapter.
         student: actors of the student.
         engines: actors of the inference engines.
         dtype: dtype of the weights in the engines.

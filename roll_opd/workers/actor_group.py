@@ -23,7 +23,7 @@ import ray
 
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
-from roll_opd.cluster.lost_processes import Losses, ProcessDied, RayLost
+from roll_opd.cluster.lost_processes import MAX_DEATHS, Losses, ProcessDied, RayLost
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.cluster.startup_progress import process_died
@@ -33,7 +33,7 @@ from roll_opd.samples.micro_batches import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.transport import Compact
 from roll_opd.workers.liveness import LIVES, UNKNOWN, Life, ended_of_ray, is_death, last_words, starts_of
-from roll_opd.workers.process_replacement import MAX_DEATHS, POLL_S, Renewal
+from roll_opd.workers.process_replacement import POLL_S, Renewal
 from roll_opd.workers.target_refs import bundles_of, references
 
 T = TypeVar("T")

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.lost_processes import ClusterError, Loss, Losses
+from roll_opd.cluster.lost_processes import MAX_DEATHS, ClusterError, Loss, Losses
 from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.workers.liveness import LIVES, beat_of, starts_of
 
-MAX_DEATHS = 3  # losses during one call, or attempts of one renewal, after which the run ends
 POLL_S = 0.2
 RETRY_S = 5.0  # seconds after a failed start
 

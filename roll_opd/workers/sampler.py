@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.lost_processes import NotServing, ProcessDied
+from roll_opd.cluster.lost_processes import MAX_DEATHS, NotServing, ProcessDied
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.vllm_requests import Completion
@@ -24,7 +24,7 @@ from roll_opd.weight_sync.send_weights import WeightSync
 from roll_opd.workers.actor_group import ActorGroup, actor
 from roll_opd.workers.batched_calls import BatchedCalls, coalesced
 from roll_opd.workers.liveness import beat_while, is_loss
-from roll_opd.workers.process_replacement import MAX_DEATHS, attended
+from roll_opd.workers.process_replacement import attended
 
 T = TypeVar("T")
 RETRY_S = 0.5  # seconds between two rounds of attempts over all engines

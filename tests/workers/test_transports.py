@@ -13,9 +13,10 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from roll_opd.cluster.forkserver.lean_ray import lean
-from roll_opd.inference.plugin import CUDA_IPC, M2N, NCCL, SHARED_MEMORY, choose_backend
+from roll_opd.inference.plugin import CUDA_IPC, M2N, NCCL, SHARED_MEMORY
 from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
 from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
+from roll_opd.weight_sync.choose_transport import choose_backend
 from roll_opd.weight_sync.send_weights import receivers_of, stream
 from roll_opd.workers.actor_group import ActorGroup
 

@@ -15,10 +15,11 @@ from typing import Any
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.terminal import wrapped
 from roll_opd.config.plan import RunPlan
-from roll_opd.inference.plugin import CUDA_IPC, M2N, NCCL, choose_backend
+from roll_opd.inference.plugin import CUDA_IPC, M2N, NCCL
 from roll_opd.models.adapter_files import adapted_modules
 from roll_opd.models.memory import BYTES, readable_bytes
 from roll_opd.models.model_info import read_model
+from roll_opd.weight_sync.choose_transport import choose_backend
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll_opd.extras.games.action_reader import PATTERN, SPECIAL_TOKENS
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, EnvironmentFailure
-from roll_opd.extras.games.game import PATTERN, SPECIAL_TOKENS, Game, Turn, numbered
+from roll_opd.extras.games.game import Game, Turn, numbered
 
 HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.)\x1b\[0m")  # marks the player's position
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")

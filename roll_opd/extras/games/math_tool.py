@@ -14,8 +14,9 @@ from typing import Any, Literal
 from roll_opd.base.failures import os_sentence
 from roll_opd.data.row_files import open_file
 from roll_opd.data.row_formats import BadRow, DataError, number_text
+from roll_opd.extras.games.action_reader import SPECIAL_TOKENS
 from roll_opd.extras.games.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
-from roll_opd.extras.games.game import AGGREGATES, SPECIAL_TOKENS, at_least, checked_seed, random_numbers
+from roll_opd.extras.games.game import AGGREGATES, at_least, checked_seed, random_numbers
 from roll_opd.extras.graders.mathematics.final_answer import boxed
 from roll_opd.extras.graders.mathematics.processes import Busy
 from roll_opd.extras.graders.rewards.code_sandbox import UNSAFE

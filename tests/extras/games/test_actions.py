@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from roll_opd.extras.games import make
-from roll_opd.extras.games.game import SECONDS, ActionReader
+from roll_opd.extras.games.action_reader import SECONDS, ActionReader
 
 MOVES = {0: "Left", 1: "Down"}
 THINK = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
