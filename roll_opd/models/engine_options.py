@@ -180,6 +180,9 @@ def _query(engines: list[str], is_writable: bool) -> dict[str, dict[str, Any]]:
 
 def main(engines: Mapping[str, tuple[str, str, str, tuple[str, ...]]]) -> None:
     """Print {engine: encoded fields} as one line of JSON. Runs in the subprocess."""
+    from roll_opd.base.torch_imports import broken_companions, hide
+
+    hide(broken_companions())  # as in the processes of a run
     found: dict[str, Any] = {}
     for engine, where in engines.items():
         try:
