@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from roll_opd.base.torch_imports import broken_companions, hide, import_without_torchvision
+from roll_opd.base.torch_imports import import_without_torchvision
 from roll_opd.inference.coalesce_outputs import coalesces_outputs, ends_version, sends_versions
 from roll_opd.inference.failed_start import die_with_parent, record_errors
 
@@ -31,12 +31,9 @@ def register() -> None:
     With `ROLL_OPD_DIE_WITH_PARENT=1`, also patch vLLM, and make this process exit when its parent dies.
     """
     record_errors()
-    is_ours = os.environ.get(DIE_WITH_PARENT) == "1"
-    if is_ours:  # vLLM inspects models in a process that is no fork of a process of the run
-        hide(broken_companions())
     import_without_torchvision()
     _register_backends()
-    if is_ours:
+    if os.environ.get(DIE_WITH_PARENT) == "1":
         if multiprocessing.parent_process() is not None:  # a front end may outlive its shell
             die_with_parent()
         _drop_tqdm_lock()

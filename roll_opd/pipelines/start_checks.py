@@ -16,7 +16,6 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.installed import missing_libraries
 from roll_opd.base.terminal import echo, warn
 from roll_opd.base.torch_imports import broken_companions, hide
-from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.config.plan import DataPlan, FilePlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_warnings
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
@@ -150,14 +149,13 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 def package_problems() -> list[str]:
     """Return errors if installed packages break the import of models or engines, or lack a library of the system.
 
-    The broken packages are also hidden in this process, as if they were not installed. If a fork server runs in this
-    process, every other process of the run is a fork of this server. The packages are hidden in the forks too, so no
-    error is returned.
+    The broken packages are hidden in this process and its forks. They are an error nevertheless, because vLLM inspects
+    a model that is new to it in another process.
     """
     broken = broken_companions()
     hide(broken)
     problems = missing_libraries()
-    if not broken or forkserver_start.is_open():
+    if not broken:
         return problems
     names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
     return [
