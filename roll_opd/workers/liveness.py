@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,7 @@ def beat_in_thread() -> None:
         nonlocal number
         while True:
             number += 1
-            _store(key, str(number).encode())
+            _store(key, _beat(number))
             time.sleep(BEAT_INTERVAL_S)
 
     threading.Thread(target=work, name="beat", daemon=True).start()
@@ -136,8 +136,12 @@ async def beat_while(check: Callable[[], Awaitable[Any]]) -> None:
             _store(key, LAST_WORDS + (str(error) or type(error).__name__).encode())
             os._exit(1)
         number += 1
-        await asyncio.to_thread(_store, key, str(number).encode())
+        await asyncio.to_thread(_store, key, _beat(number))
         await asyncio.sleep(BEAT_INTERVAL_S)
+
+
+def _beat(number: int) -> bytes:
+    return f"{os.getpid()} {number}".encode()  # differs from the beats of earlier processes
 
 
 def _store(key: bytes, value: bytes) -> None:
@@ -168,10 +172,11 @@ def end_hung(patience: float) -> list[str]:
         if beat != life.beat:
             life.beat, life.beaten_at = beat, now
         elif now - life.beaten_at > patience:
-            life.beat, life.beaten_at = LAST_WORDS + b"it hung and was killed", math.inf
+            life.beat, life.beaten_at = LAST_WORDS + b"it hung and was killed", now  # killed again if it lives on
             _store(f"roll_opd/beat/{actor._actor_id.hex()}".encode(), life.beat)
             ended.append(f"{life.name} has not reacted for {patience:g} s (hang_timeout_s) and is killed")
-            ray.kill(actor, no_restart=life.lost is None)
+            with suppress(Exception):  # Ray is stopping
+                ray.kill(actor, no_restart=life.lost is None)
     return ended
 
 
