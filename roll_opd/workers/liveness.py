@@ -42,12 +42,16 @@ class Life:
     restarts: int = 0  # number of Ray's restarts before the process that was set up
     reported: int = 0  # number of restarts that were reported to `lost`
     beat: bytes | None = None
-    beaten_at: float = math.inf  # time of the last new beat; inf: the process has not begun to store beats
+    beaten_at: float = math.inf  # time of the last new beat, or of the end of set-up; inf: in set-up
 
     def start(self, restarts: int, beat: bytes | None) -> None:
         """Expect a new process, whose set-up may take long. `beat` is the last beat of the lost process."""
         self.restarts = self.reported = restarts
         self.beat, self.beaten_at = beat, math.inf
+
+    def is_set_up(self) -> None:
+        """Expect beats from now on."""
+        self.beaten_at = min(self.beaten_at, time.monotonic())
 
 
 LIVES: "weakref.WeakKeyDictionary[Any, Life]" = weakref.WeakKeyDictionary()  # of the running actors

@@ -65,6 +65,7 @@ class Renewal:
         for handle in handles:
             if handle in LIVES:
                 LIVES[handle].lost = self._hear
+                LIVES[handle].is_set_up()
 
     @property
     def is_up(self) -> bool:
@@ -111,6 +112,8 @@ class Renewal:
                 if attempt == MAX_DEATHS:
                     raise RunError(f"{self.what}: {MAX_DEATHS} new processes failed to start: {error}") from error
                 await asyncio.sleep(RETRY_S)  # the former process may still hold device memory
+        for handle in self._handles:
+            LIVES[handle].is_set_up()
         self.life += 1
         self._losses.record(Loss(self.what, why, phase, time.monotonic() - began, "replaced"))
 

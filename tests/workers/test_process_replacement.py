@@ -116,7 +116,6 @@ def test_an_idle_process_is_replaced_without_a_call(number: int, monkeypatch: py
         await case.begin()
         case.seconds_of_a_start = patience + 1.0
         with watched(fatal.append, patience, lambda text: None):
-            await asyncio.sleep(1.0)  # the first beats
             await case.kill(0, number)
             while not case.renewal.life:
                 await asyncio.sleep(0.1)
