@@ -72,7 +72,7 @@ class Load:
 
     def __init__(self, emitting: Emitting, seed: int) -> None:
         self.emitting, self.rng = emitting, random.Random(seed)
-        self.longest = LONGEST[emitting.engine._on_update]
+        self.longest = LONGEST[emitting.engine.updates._on_update]
         self.left = UPDATES
         self.tokens = self.split = self.turns = 0
 
@@ -148,7 +148,7 @@ def test_each_token_has_the_version_that_it_states(emitting: Emitting) -> None:
     assert emitting.engine.updates.version == UPDATES
     print(f"{UPDATES} updates, {load.tokens} tokens, {load.split} answers of several versions, {load.turns} turns")
     assert load.tokens > UPDATES and load.turns
-    assert bool(load.split) == (emitting.engine._on_update == "continue")
+    assert bool(load.split) == (emitting.engine.updates._on_update == "continue")
 
 
 @pytest.mark.parametrize("emitting", ["continue"], indirect=True)

@@ -143,7 +143,7 @@ class Stage:
         """Give the engines a run's settings of weight updates; for a synchronous run, those of their start."""
 
         def change(worker: Any, on_update: str, deterministic: bool) -> None:
-            worker._engine._on_update, worker._engine._deterministic = on_update, deterministic
+            worker._engine.updates._on_update, worker._engine._deterministic = on_update, deterministic
 
         of_engines = plan if plan.async_generation_ratio else self._plan
         assert of_engines.rollout
