@@ -177,8 +177,9 @@ class InferenceEngine:
             # The scheduler gets all requests at the start, so that no step depends on when they arrive. Stop strings
             # are left out, because they are found outside of the engine core, with a delay.
             sampling = replace(sampling, stop=())
-            await self.updates.pause("keep")
         try:
+            if self._deterministic:
+                await self.updates.pause("keep")
             adapter = self.updates.adapter
             return [
                 await self._llm.add_request(

@@ -48,7 +48,6 @@ class WeightUpdates:
         self._llm, self._on_update, self._new_adapter = llm, on_update, new_adapter
         self._adapter_update: AdapterUpdate | None = None  # the running update of the adapter
         self._incoming = 0  # version of the running update
-        self._is_running = False  # between `begin` and `finish`
 
     async def begin(self, version: int) -> None:
         """Start a weight update.
@@ -62,17 +61,16 @@ class WeightUpdates:
 
         Waiting requests run with the new weights. The prefix cache is emptied, so requests that are made after the
         update read no prefix of older weights. If the update fails, all three methods raise WeightUpdateError, and the
-        engine is then unusable. An update whose sender was lost is replaced by the next one.
+        engine is then unusable. An engine whose sender was lost must be restarted, too.
         """
-        if not self._is_running:
-            await self.exclusive.acquire()
+        await self.exclusive.acquire()
         try:
             self.check_usable()
             self.sleep_state.check_update()
         except Exception:
             self.exclusive.release()
             raise
-        self._incoming, self._is_running = version, True
+        self._incoming = version
         with self._breaking():
             await self.pause(PAUSES[self._on_update])
             if self._new_adapter:
@@ -105,7 +103,6 @@ class WeightUpdates:
             self.sleep_state.lacks_weights = False
             if not self.sleep_state.released:  # else the last `wake_up` resumes
                 await self._llm.resume_generation()
-        self._is_running = False
         self.exclusive.release()
 
     async def connect(self, info: Mapping[str, Any]) -> None:
@@ -143,7 +140,6 @@ class WeightUpdates:
         except BaseException as error:  # includes cancellation
             if isinstance(error, WeightUpdateError) or self.broken:  # already handled in this update
                 raise
-            self._is_running = False
             self.exclusive.release()
             self.broken = f"update to weights version {self._incoming} failed: {error or type(error).__name__}"
             if isinstance(error, EngineDeadError) or not isinstance(error, Exception):

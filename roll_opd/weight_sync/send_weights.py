@@ -59,25 +59,34 @@ def make_weight_sync(
 
 @dataclass
 class EngineSync:
-    """Base class of transports: the engines, and which of them have received weights in their present life."""
+    """Base class of transports: the engines, and which of them have received weights in their present life.
+
+    A transfer whose sender is lost remains open in its engines. The next transfer lets them be replaced.
+    """
 
     student: ActorGroup
     engines: ActorGroup
     dtype: str
     _received: dict[int, int] = field(default_factory=dict, init=False)  # engine -> its life
+    _open: list["Receiver"] = field(default_factory=list, init=False)  # engines in a transfer that has not ended
 
     def lacking(self) -> list[int]:
         """See `WeightSync.lacking`."""
         up = [number for number in range(len(self.engines.actors)) if self.engines.is_up(number)]
         return [number for number in up if self._received.get(number) != self.engines.life(number)]
 
-    def _receivers(self, *, only_lacking: bool) -> list["Receiver"]:
+    def _begin(self, *, only_lacking: bool) -> list["Receiver"]:
+        """Return the engines to which a transfer goes. `_end` must be called after it."""
+        for one in self._open:
+            one.replace("the sender of its new weights was lost")
         numbers = self.lacking() if only_lacking else range(len(self.engines.actors))
         every = [Receiver(self.engines, number, self.engines.life(number)) for number in numbers]
-        return [one for one in every if one.is_there]
+        self._open = [one for one in every if one.is_there]
+        return self._open
 
-    def _note(self, receivers: Sequence["Receiver"]) -> None:
-        self._received |= {one.number: one.life for one in receivers if one.is_there}
+    def _end(self) -> None:
+        self._received |= {one.number: one.life for one in self._open if one.is_there}
+        self._open = []
 
 
 @dataclass
@@ -91,12 +100,12 @@ class SharedMemorySync(EngineSync):
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = (), *, only_lacking: bool = False) -> int:
         """See `WeightSync.push`. Followers always get whole weights."""
-        engines = self._receivers(only_lacking=only_lacking)
+        engines = self._begin(only_lacking=only_lacking)
         together = [] if self.adapter else followers
         sent = await stream(
             self.student, [*engines, *receivers_of(together)], self.dtype, version, engines, adapter=self.adapter
         )
-        self._note(engines)
+        self._end()
         if followers and self.adapter:
             sent += await stream(self.student, receivers_of(followers), self.dtype, version)
         return sent
@@ -115,7 +124,7 @@ class CudaSync(EngineSync):
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = (), *, only_lacking: bool = False) -> int:
         """See `WeightSync.push`. Followers receive the weights through shared memory."""
-        engines, sent = self._receivers(only_lacking=False), 0
+        engines, sent = self._begin(only_lacking=False), 0
         if engines:
             actors = [self.engines.actors[one.number] for one in engines]
             is_new = engines != self._connected
@@ -127,7 +136,7 @@ class CudaSync(EngineSync):
                     raise process_died("an inference engine", error.cause) from error
                 raise
         self._connected = engines
-        self._note(engines)
+        self._end()
         return sent + (await stream(self.student, receivers_of(followers), self.dtype, version) if followers else 0)
 
 
@@ -153,8 +162,12 @@ class Receiver:
         except ProcessDied as died:
             if not self.group.renewals:
                 raise
-            self.group.replace_actor(self.number, self.life, str(died))
+            self.replace(str(died))
             return None
+
+    def replace(self, why: str) -> None:
+        """Start to replace the actor, if it still has this life and can be replaced."""
+        self.group.replace_actor(self.number, self.life, why)
 
 
 def receivers_of(groups: Sequence[ActorGroup]) -> list[Receiver]:

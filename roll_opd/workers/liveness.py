@@ -173,6 +173,8 @@ def end_hung(patience: float) -> list[str]:
     ended = []
     for actor, life in [*LIVES.items()]:
         beat, now = beat_of(actor), time.monotonic()
+        if life.reported > life.restarts:
+            continue  # Ray starts a new process, which has no beats yet
         if beat != life.beat:
             life.beat, life.beaten_at = beat, now
         elif now - life.beaten_at > patience:
@@ -197,8 +199,14 @@ def watched(
         say: prints a line.
     """
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(lost, patience, say, over), name="watch", daemon=True)
-    thread.start()
+
+    def watch() -> None:
+        try:
+            _watch(lost, patience, say, over)
+        except Exception as error:  # otherwise the run would wait for lost processes for ever
+            lost(f"the check of the run's processes has failed: {error!r}")
+
+    threading.Thread(target=watch, name="watch", daemon=True).start()
     try:
         yield
     finally:

@@ -35,6 +35,10 @@ class Actor:
 
     given: str | None = None
 
+    def __init__(self, seconds_of_a_restart: float = 0.0) -> None:
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            time.sleep(seconds_of_a_restart)
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -52,8 +56,10 @@ class Actor:
 class Case:
     """A group of two actors that is replaced as a whole."""
 
-    def __init__(self) -> None:
-        self.group = ActorGroup([Actor.remote() for _ in range(2)], ("role, rank 0,", "role, rank 1,"))
+    def __init__(self, seconds_of_a_restart: float = 0.0) -> None:
+        self.group = ActorGroup(
+            [Actor.remote(seconds_of_a_restart) for _ in range(2)], ("role, rank 0,", "role, rank 1,")
+        )
         self.losses: list[Loss] = []
         self.failures: list[Exception] = []
         self.starts = 0
@@ -106,21 +112,27 @@ def test_a_call_that_loses_a_process_is_answered_by_new_ones() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_idle_process_is_replaced_without_a_call(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is killed, and one that does not react any more. A start may take longer than a process may hang."""
+    """One that is killed, and one that does not react any more.
+
+    The start of a process and its set-up may take longer than a process may hang.
+    """
     monkeypatch.setattr(liveness, "POLL_INTERVAL_S", 0.2)
     fatal: list[str] = []
     patience = 3.0
 
     async def main() -> Case:
-        case = Case()
+        kills = number == signal.SIGKILL
+        case = Case(patience + 1.0 if kills else 0.0)
         await case.begin()
-        case.seconds_of_a_start = patience + 1.0
+        case.seconds_of_a_start = 0.0 if kills else patience + 1.0
         with watched(fatal.append, patience, lambda text: None):
             await case.kill(0, number)
             while not case.renewal.life:
                 await asyncio.sleep(0.1)
             await asyncio.sleep(1.0)
         assert await case.group.call("slow", 0.0) == ["state", "state"]
+        restarts = [count for _, count, _ in liveness.starts_of([*case.group.actors]).values()]
+        assert restarts == [1, 1] or number == signal.SIGSTOP  # Ray needs seconds to kill a stopped process
         case.group.end()
         return case
 
@@ -227,9 +239,38 @@ def test_engines_lack_weights_after_they_were_replaced() -> None:
     sync = SharedMemorySync(ActorGroup([]), engines, "fp32")
     assert sync.lacking() == [0, 1, 2]
     engines.gone = True
-    there = sync._receivers(only_lacking=False)
+    there = sync._begin(only_lacking=False)
     assert [one.number for one in there] == [0, 2]
-    sync._note(there)
+    sync._end()
     assert sync.lacking() == []
     engines.gone, engines.lives = False, 1
-    assert sync.lacking() == [1] == [one.number for one in sync._receivers(only_lacking=True)]
+    assert sync.lacking() == [1] == [one.number for one in sync._begin(only_lacking=True)]
+
+
+def test_engines_of_a_transfer_that_lost_its_sender_are_replaced() -> None:
+    """Their cores wait for the rest of the weights."""
+
+    async def main() -> None:
+        replaced = []
+        student, engines = ActorGroup([Actor.remote()], ("student,",)), ActorGroup([Actor.remote()], ("engine,",))
+
+        async def setup() -> None:
+            replaced.append(0)
+            await engines.call("setup", "state")
+
+        await engines.call("setup", "state")
+        engines.renewals = (Renewal("role", "engine", [*engines.actors], setup, Losses()),)
+        sync = SharedMemorySync(student, engines, "fp32")
+        with pytest.raises(AttributeError):  # `Actor` exports no weights
+            await sync.push(1)
+        assert not replaced and sync.lacking() == [0]
+        assert sync._begin(only_lacking=False) == [] == sync.lacking()  # it is being replaced
+        await engines.renewals[0].since(0, "")
+        assert replaced == [0] and sync.lacking() == [0]
+        assert len(sync._begin(only_lacking=False)) == 1
+        sync._end()
+        assert not sync.lacking() and len(sync._begin(only_lacking=False)) == 1 and engines.is_up(0)
+        student.end()
+        engines.end()
+
+    run(main())
