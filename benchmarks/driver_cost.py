@@ -19,7 +19,7 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "workers/batched_calls.py": "requests and completions",
     "rollout/workflow_protocol.py": "requests and completions",
     "workers/reward_pool.py": "rewards",
-    "workers/resilient_pool.py": "rewards",
+    "workers/job_pool.py": "rewards",
     "rollout/workflow_runs.py:added_to": "teacher chunks",
     "rollout/workflow_runs.py": "requests and completions",
     "teachers/scoring.py": "teacher chunks",

@@ -23,7 +23,7 @@ from typing import Any
 
 from pipeline_run import machine
 
-from roll_opd.models.families.family_definition import Slicing
+from roll_opd.models.families.parameter_names import Slicing
 
 RANKS = 4
 MIXTURE = {"layers": 94, "hidden": 128, "width": 48, "experts": 128}

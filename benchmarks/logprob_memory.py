@@ -46,7 +46,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from roll_opd.megatron.logprobs import vocab_parallel_logprobs
+    from roll_opd.megatron.logprobs_and_topk import vocab_parallel_logprobs
     from roll_opd.megatron.vocabulary import VocabShard
 
     with socket.socket() as probe:

@@ -27,7 +27,7 @@ from roll_opd.config.schema import Dtype
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, weight_buckets
-from roll_opd.megatron.logprobs import vocab_parallel_logprobs
+from roll_opd.megatron.logprobs_and_topk import vocab_parallel_logprobs
 from roll_opd.megatron.student_engine import MegatronTrainer
 from roll_opd.megatron.training_state import load_state, save_state
 from roll_opd.megatron.vocabulary import VocabShard

@@ -29,10 +29,14 @@ def _attention(_: Any) -> Iterator[None]:
 
 @contextmanager
 def _softmax(_: Any) -> Iterator[None]:
-    from roll_opd.megatron import logprobs, vocabulary
+    from roll_opd.megatron import logprobs_and_topk, vocabulary
 
     rows = mock.patch.dict(vocabulary.TILE_ROWS, cuda=vocabulary.TILE_ROWS["cpu"])
-    with mock.patch.object(vocabulary, "has_kernels", _never), mock.patch.object(logprobs, "has_kernels", _never), rows:
+    with (
+        mock.patch.object(vocabulary, "has_kernels", _never),
+        mock.patch.object(logprobs_and_topk, "has_kernels", _never),
+        rows,
+    ):
         yield
 
 

@@ -1,12 +1,10 @@
-"""Render rows with a chat template, and tokenise them.
+"""Render rows with a chat template, and tokenise them, or text in the middle of a sequence (`MidText`).
 
 The template is the tokenizer's, or one of the templates that ROLL names. It renders conversations; a plain `prompt` is
 tokenised unchanged. A sequence gets a beginning-of-sequence token (BOS) if the tokenizer adds one. No other special
 token is added.
 
 If a template writes the date, it writes the date on which the run started, in every process and also after a resume.
-
-Tokenise text in the middle of a sequence.
 
 Tokenizers in SentencePiece's format write a mark of a word boundary (`▁`) before the first word of a text, and some of
 them after each added token. A text that continues other text has no such mark.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from roll_opd.config.plan import CriticPlan
 from roll_opd.megatron.export import Written, save_hf
+from roll_opd.megatron.learner_engine import MegatronLearner
 from roll_opd.megatron.model_builder import BuiltModel, PackedModel, build_model, unwrapped
-from roll_opd.megatron.optimizer import MegatronLearner
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.weight_files import VALUE_HEAD

@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_moments, vocab_parallel_topk
+from roll_opd.megatron.logprobs_and_topk import vocab_parallel_logprobs, vocab_parallel_moments, vocab_parallel_topk
 from roll_opd.megatron.packing import TokenOwners
 from roll_opd.megatron.vocabulary import VocabShard
-from roll_opd.megatron.vocabulary_divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
+from roll_opd.megatron.whole_vocabulary_divergence import (
+    shard_of_head,
+    vocab_parallel_divergence,
+    vocab_parallel_entropy,
+)
 from roll_opd.objective.divergences import ColumnSum
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.megatron.engine import LossFunction
+from roll_opd.megatron.learner_engine import MegatronLearner, Update
 from roll_opd.megatron.model_builder import HeadModel, unwrapped
-from roll_opd.megatron.optimizer import MegatronLearner, Update
 from roll_opd.megatron.output_head import OutputHead, TeacherHead, teacher_head
 from roll_opd.megatron.packing import PackedBatch
 from roll_opd.models.device_phases import Part

@@ -37,9 +37,9 @@ from torch.nn import Parameter
 
 from roll_opd.megatron import parallel
 from roll_opd.megatron.export import Written
+from roll_opd.megatron.learner_engine import MegatronLearner, optimizers_of
 from roll_opd.megatron.lora import sharded_state
 from roll_opd.megatron.model_builder import unwrapped
-from roll_opd.megatron.optimizer import MegatronLearner, optimizers_of
 from roll_opd.models.device_phases import Part
 
 

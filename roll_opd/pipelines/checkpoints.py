@@ -91,7 +91,7 @@ class Checkpoint:
         """
         if self.groups is None:
             return []
-        from roll_opd.rollout.finished_groups import read_groups  # imports torch
+        from roll_opd.rollout.saved_groups import read_groups  # imports torch
 
         try:
             return read_groups(self.path / GROUPS, self.groups)
@@ -175,7 +175,7 @@ class Checkpoints:
             kl_coef: KL coefficient of the next step.
             groups: finished groups that no batch has used yet.
         """
-        from roll_opd.rollout.finished_groups import write_groups  # imports torch
+        from roll_opd.rollout.saved_groups import write_groups  # imports torch
 
         await self.commit(wait=True)
         partial = self._partial(step)

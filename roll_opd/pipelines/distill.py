@@ -31,7 +31,7 @@ from roll_opd.teachers.scoring import Scorers
 from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.tracking.phase_clock import PhaseClock
 from roll_opd.tracking.reward_metrics import reward_metrics
-from roll_opd.tracking.step_metrics import advantage_metrics, alignment_metrics, opd_metrics
+from roll_opd.tracking.sample_metrics import advantage_metrics, alignment_metrics, opd_metrics
 from roll_opd.tracking.summary import FAILED_PROMPTS, FAILED_RATE, LEARNED_TOKENS
 from roll_opd.workers.target_refs import release
 

@@ -18,7 +18,7 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.file_teacher import file_checks, scored_samples, with_topk
-from roll_opd.tracking.step_metrics import distillation_metrics, log_ratio_metrics
+from roll_opd.tracking.sample_metrics import distillation_metrics, log_ratio_metrics
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 from roll_opd.workers.student import Student
 from roll_opd.workers.target_refs import release

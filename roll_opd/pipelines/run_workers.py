@@ -17,10 +17,10 @@ from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scoring import Scorers, Teacher, check_targets
 from roll_opd.tracking.console import Count
 from roll_opd.tracking.summary import LEARNED_TOKENS
+from roll_opd.tracking.update_metrics import ACTOR_METRICS
 from roll_opd.weight_sync.send_weights import receivers_of, stream
 from roll_opd.workers.colocation import DeviceScheduler
 from roll_opd.workers.critic import Critic
-from roll_opd.workers.model_worker import ACTOR_METRICS
 from roll_opd.workers.process_replacement import attended, started_again
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.sampler import Sampler

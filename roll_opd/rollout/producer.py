@@ -30,7 +30,7 @@ from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.data.prompt_source import PASSED, MixedSource, Prompt, TaskSource
 from roll_opd.objective.demonstrations import demonstration_samples
 from roll_opd.objective.filters import GroupFilter
-from roll_opd.rollout.finished_groups import within_bound
+from roll_opd.rollout.saved_groups import within_bound
 from roll_opd.rollout.staleness import GroupWindow, Pace
 from roll_opd.rollout.workflow_runs import (
     Batch,

@@ -19,7 +19,7 @@ from roll_opd.samples.sample import Sample, TargetRef, changed, chunks_column, l
 from roll_opd.teachers.logprob_checks import Check
 from roll_opd.teachers.teacher_interface import LOGPROBS, Target, TeacherAnswer, TeacherScorer, Wanted
 from roll_opd.teachers.views import TeacherView
-from roll_opd.tracking.step_metrics import Cut, cut_of
+from roll_opd.tracking.sample_metrics import Cut, cut_of
 
 MAX_UNCOVERED = 0.05  # largest allowed fraction of action tokens without a teacher log-prob
 ENOUGH = 1000  # the fraction is checked from this number of action tokens on

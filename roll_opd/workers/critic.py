@@ -18,10 +18,9 @@ from roll_opd.samples.micro_batches import DPShard, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
 from roll_opd.samples.transport import Compact
 from roll_opd.tracking.reward_metrics import statistics
+from roll_opd.tracking.update_metrics import critic_metrics
 from roll_opd.workers.actor_group import actor, gathered
-from roll_opd.workers.model_worker import Learner, TrainableRank, Update, optimizer_metrics, sequences_of, total
-
-CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
+from roll_opd.workers.model_worker import Learner, TrainableRank, sequences_of
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Critic(Learner):
                 update, _ = self._counted(shards, await self.group.scatter("update", shards))
                 updates.append(update)
                 self._check_applied(updates[-1], batch)
-        return _update_metrics(updates) | value_metrics(samples)
+        return critic_metrics(updates) | value_metrics(samples)
 
     def _shards(self, samples: Sequence[Sample]) -> ShardedBatch:
         """Split a mini-batch into shards for the data-parallel ranks.
@@ -91,21 +90,6 @@ def _of_actions(samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> np.n
     """
     kept = [array[sample.action_mask] for sample, array in zip(samples, arrays, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
-
-
-def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return the metrics of the updates of a step.
-
-    Each metric is a mean over tokens or over updates, except the learning rate and the number of skipped updates.
-    """
-    tokens = total(updates, "tokens") or 1.0
-    return {
-        "critic/loss": total(updates, "weighted_loss") / len(updates),
-        "critic/vpred": total(updates, "values") / tokens,
-        "critic/error": total(updates, "squared_error") / tokens,
-        "critic/clipfrac": total(updates, "clipped") / tokens,
-        **optimizer_metrics(updates, CRITIC_METRICS),
-    }
 
 
 @actor(Kind.CRITIC)

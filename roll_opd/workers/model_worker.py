@@ -25,6 +25,7 @@ from roll_opd.samples.micro_batches import Assignment, DPShard, Packing, Sharded
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description, map_bucket
 from roll_opd.tracking.console import Count
+from roll_opd.tracking.update_metrics import Update
 from roll_opd.weight_sync.bucket_writer import BucketHost
 from roll_opd.workers.actor_group import WorkerGroup, actor
 from roll_opd.workers.liveness import beat_in_thread
@@ -241,10 +242,6 @@ def _all_files(parts: Sequence[Callable[[], list[Path]]]) -> list[Path]:
 
 SKIPS_ALLOWED = 3  # consecutive updates without a finite loss and gradient
 
-ACTOR_METRICS = ("actor/grad_norm", "actor/lr", "actor/skipped_updates")
-
-Update = Sequence[TrainResult]  # results of one optimizer update, one per rank
-
 
 @dataclass
 class Learner:
@@ -309,25 +306,6 @@ class Learner:
                 " values that are not finite in the samples of the last update",
                 samples,
             )
-
-
-def total(updates: Sequence[Update], name: str) -> float:
-    """Return the sum of `name` over all ranks and updates.
-
-    A rank that does not report `name` counts as 0.
-    """
-    return sum(rank.sums.get(name, 0.0) for update in updates for rank in update)
-
-
-def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = ACTOR_METRICS) -> dict[str, float]:
-    """Return the mean gradient norm, the last learning rate and the number of skipped updates.
-
-    Args:
-        names: keys of these three metrics, in this order.
-    """
-    grad_norm = float(np.mean([update[0].grad_norm for update in updates]))
-    skipped = float(sum(not update[0].applied for update in updates))
-    return dict(zip(names, (grad_norm, updates[-1][0].learning_rate, skipped), strict=True))
 
 
 class TrainableRank(Rank):

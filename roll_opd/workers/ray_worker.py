@@ -1,4 +1,4 @@
-"""Use a Ray actor as a worker of a `ResilientPool`, and detect a process that died or is stuck."""
+"""Use a Ray actor as a worker of a `JobPool`, and detect a process that died or is stuck."""
 
 import asyncio
 import math
@@ -11,7 +11,7 @@ import ray
 from roll_opd.base.failures import RunError
 from roll_opd.samples.transport import Compact
 from roll_opd.workers.batched_calls import Answers
-from roll_opd.workers.resilient_pool import WorkerLost
+from roll_opd.workers.job_pool import WorkerLost
 
 DIED, STUCK = "worker_died", "timeout"  # kinds of failures in metrics
 

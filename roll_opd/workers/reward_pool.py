@@ -27,9 +27,9 @@ from roll_opd.samples.transport import Compact
 from roll_opd.tracking.reward_metrics import scoring_metrics
 from roll_opd.workers.actor_group import ActorGroup
 from roll_opd.workers.batched_calls import Answers, coalesced
+from roll_opd.workers.job_pool import FailureLog, JobPool, WorkerLost
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.ray_worker import RayWorker
-from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.workers.sampler import Request, Sampler, SamplingSession
 
 NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on rewards
@@ -82,13 +82,13 @@ class RewardPool:
             model_path: directory of the tokenizer.
             sampler: engines of the judge model, if the reward has one.
             is_learned: whether the run trains on the rewards. If False, the run continues even if all rewards fail.
-            max_lost: see `ResilientPool`.
+            max_lost: see `JobPool`.
         """
         self.plan = plan
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
         self._is_learned = is_learned
         self._key = f"rewards.{plan.domain}"
-        self._pool: ResilientPool[Sample, RewardResult] = ResilientPool(
+        self._pool: JobPool[Sample, RewardResult] = JobPool(
             self._key,
             self._start_worker,
             self._result,

@@ -18,14 +18,15 @@ from roll_opd.models.device_phases import LEARNING, NOTHING, WEIGHTS, Kind, need
 from roll_opd.models.engine_options import DTYPE_NAMES
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.corrections import check_staleness
-from roll_opd.objective.engine_evidence import TESTED_SETTINGS, engine_metrics, marked
-from roll_opd.samples.micro_batches import ROUTER_LOSSES, DPShard, ShardedBatch, TrainResult, shard_batch
+from roll_opd.objective.engine_evidence import TESTED_SETTINGS, marked
+from roll_opd.samples.micro_batches import DPShard, ShardedBatch, TrainResult, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef, changed, shard_sample, with_columns
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
+from roll_opd.tracking.update_metrics import Update, evidence_metrics, loss_metrics, optimizer_metrics
 from roll_opd.weight_sync.bucket_writer import BucketWriter, Written
 from roll_opd.workers.actor_group import Reference, actor, gathered, gathered_and_held
-from roll_opd.workers.model_worker import Learner, TrainableRank, Update, optimizer_metrics, total
+from roll_opd.workers.model_worker import Learner, TrainableRank
 from roll_opd.workers.target_refs import with_targets
 
 
@@ -101,7 +102,7 @@ class Student(Learner):
                 updates.append(update)
                 learned[start : start + size] = _with_results(batch, columns)
                 self._check_applied(update, learned[start : start + size])
-        return learned, _loss_metrics(updates) | optimizer_metrics(updates) | _engine_metrics(updates[0])
+        return learned, loss_metrics(updates) | optimizer_metrics(updates) | evidence_metrics(updates[0])
 
     async def forward_backward(
         self,
@@ -120,7 +121,7 @@ class Student(Learner):
         shards = self._shards(read, teachers, objective)
         results = await self.group.scatter("forward_backward", shards, objective, temperature, step)
         update, columns = self._counted(shards, results)
-        return _with_results(samples, columns), _loss_metrics([update]) | _engine_metrics(update)
+        return _with_results(samples, columns), loss_metrics([update]) | evidence_metrics(update)
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
         """Make one optimizer update from the accumulated gradients, and return the optimizer's metrics.
@@ -169,54 +170,6 @@ def _with_results(samples: Sequence[Sample], columns: Mapping[int, Mapping[str, 
     """
     kept = [{} if s.old_logprobs is None else {"old_logprobs": s.old_logprobs} for s in samples]
     return [sample.with_columns(**{**columns.get(number, {}), **kept[number]}) for number, sample in enumerate(samples)]
-
-
-def _engine_metrics(update: Update) -> dict[str, float]:
-    """Return the engine check's metrics of one update, summed over its ranks."""
-    return engine_metrics({name: total([update], name) for rank in update for name in rank.sums})
-
-
-def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return the loss metrics of a step's updates.
-
-    The losses and the entropy are means over the updates. The ratio, the clip fraction and the approximate KL are means
-    over the tokens.
-    """
-    tokens = total(updates, "tokens") or 1.0
-    reported = {name for update in updates for rank in update for name in rank.sums}
-    optional = {
-        "actor/opd_loss": "opd_loss",
-        "actor/entropy": "entropy",
-        "actor/demonstration_loss": "demonstration_loss",
-        "actor/demonstration_tokens": "demonstration_tokens",
-    }
-    return {
-        **{metric: total(updates, name) / len(updates) for metric, name in optional.items() if name in reported},
-        **_router_metrics(updates, reported),
-        "actor/pg_loss": total(updates, "policy_loss") / len(updates),
-        "actor/total_loss": total(updates, "weighted_loss") / len(updates),
-        "actor/ratio_mean": total(updates, "ratio") / tokens,
-        "actor/clipfrac": total(updates, "clipped") / tokens,
-        "actor/approx_kl": total(updates, "approx_kl") / tokens,
-        "actor/kl_loss": total(updates, "kl_loss") / len(updates),
-    }
-
-
-def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
-    """Return the router metrics of a step's updates.
-
-    `router/rerouted_tokens` is the fraction of tokens for which the student and the inference engine choose different
-    experts. `router/rerouted_choices` is the corresponding fraction of single choices. All other metrics are router
-    losses.
-    """
-    parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
-    shards = {
-        name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)
-        for name, of in parts.items()
-        if of in reported
-    }
-    losses = [name for name in ROUTER_LOSSES if name in reported]
-    return shards | {f"router/{name}": total(updates, name) / len(updates) for name in losses}
 
 
 @actor(Kind.STUDENT)

@@ -14,9 +14,9 @@ from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
 from roll_opd.samples.sample import Sample, logprobs_column
+from roll_opd.workers.job_pool import FailureLog, JobPool, WorkerLost
 from roll_opd.workers.outage import Problem
 from roll_opd.workers.ray_worker import RayWorker
-from roll_opd.workers.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.workflow_actor import Job, JobOutcome
 
@@ -56,13 +56,13 @@ class WorkflowPool:
             spawn: starts a process.
             repeats: whether a single call of the workflow makes all runs of a prompt.
             chunk: a process that has collected this many experiences sends them immediately.
-            max_lost: see `ResilientPool`.
+            max_lost: see `JobPool`.
         """
         self._chunk, self._deterministic = chunk, deterministic
         self.plan = plan
         self._spawn, self._rollout, self._teachers, self._seed, self._repeats = spawn, rollout, teachers, seed, repeats
         self._name = f"workflow {plan.workflow}"
-        self._pool: ResilientPool[Job, JobOutcome] = ResilientPool(
+        self._pool: JobPool[Job, JobOutcome] = JobPool(
             self._name,
             self._start_worker,
             _outcome,

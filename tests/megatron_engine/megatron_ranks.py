@@ -24,7 +24,7 @@ from roll_opd.megatron import optimizer as learner_module
 from roll_opd.megatron import training_state
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors
-from roll_opd.megatron.optimizer import MegatronLearner
+from roll_opd.megatron.learner_engine import MegatronLearner
 from roll_opd.megatron.student_engine import MegatronTrainer
 from roll_opd.models.memory import shard_of, train_memory
 from roll_opd.models.model_info import read_model

@@ -12,8 +12,8 @@ import megatron_layouts as layouts
 import numpy as np
 import torch
 
+from roll_opd.megatron.learner_engine import MegatronLearner
 from roll_opd.megatron.offload import OffloadedError
-from roll_opd.megatron.optimizer import MegatronLearner
 from roll_opd.models.device_phases import (
     LEARNING,
     SERVING,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from roll_opd.megatron.logprobs_and_topk import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.objective.divergences import divergence, topk_divergence
 

@@ -16,7 +16,7 @@ from megatron_jobs import poison, training
 from transformers import get_scheduler
 
 from roll_opd.config.plan import OptimizerPlan
-from roll_opd.megatron.optimizer import _learning_rate_schedule
+from roll_opd.megatron.learner_engine import _learning_rate_schedule
 from tests.cover import cover, tiered
 
 VARIANTS = [(layout, *variant) for layout in training.TRAIN_LAYOUTS for variant in training.train_variants(layout)]

@@ -14,7 +14,7 @@ from roll_opd.objective.registry import POLICY_LOSSES
 from roll_opd.objective.reverse_kl import ChunkCredit
 from roll_opd.samples.byte_alignment import Alignment
 from roll_opd.samples.sample import Sample, changed, chunks_column, logprobs_column
-from roll_opd.tracking.step_metrics import alignment_metrics, opd_metrics
+from roll_opd.tracking.sample_metrics import alignment_metrics, opd_metrics
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEACHERS = [TeacherPlan("plain", WORKER, 0.7), TeacherPlan("bytes", WORKER, 1.5), TeacherPlan("words", WORKER, 0.4)]

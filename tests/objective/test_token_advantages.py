@@ -15,7 +15,7 @@ from roll_opd.objective.columns import with_total_advantages
 from roll_opd.objective.external_advantages import external_advantages, token_level_rewards
 from roll_opd.objective.returns_and_gae import clipped, on_last_action, token_advantages, whitening
 from roll_opd.samples.sample import Sample, as_columns, teacher_columns
-from roll_opd.tracking.step_metrics import advantage_metrics
+from roll_opd.tracking.sample_metrics import advantage_metrics
 
 GROUPS = ["a", "a", "b", "c", "c", "c", "a"]  # b stands alone
 

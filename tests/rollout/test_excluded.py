@@ -12,7 +12,7 @@ from roll_opd.objective.corrections import corrected
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.objective.registry import ADVANTAGES
 from roll_opd.samples.sample import Sample, as_columns
-from roll_opd.tracking.step_metrics import advantage_metrics
+from roll_opd.tracking.sample_metrics import advantage_metrics
 
 REWARDS = {"g0": (3.0, 0.0, 5.0, 1.0), "g1": (7.0, 2.0, 2.0, 4.0), "g2": (9.0,)}
 FAILED = {"g0": {1}, "g1": {0, 1, 3}, "g2": set()}  # of g1 one sample is left

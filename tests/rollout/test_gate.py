@@ -13,8 +13,8 @@ from sampling_assets import SAMPLING, Engine, rollout_of, scorers, written
 
 from roll_opd.base.failures import RunError
 from roll_opd.inference.vllm_requests import Completion
-from roll_opd.rollout.finished_groups import read_groups, write_groups
 from roll_opd.rollout.producer import Gate, Rollouts
+from roll_opd.rollout.saved_groups import read_groups, write_groups
 from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow_protocol import Model, SingleTurn, Task, sample_of
 from roll_opd.rollout.workflow_runs import Batch, FinishedGroup

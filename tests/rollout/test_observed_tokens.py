@@ -43,7 +43,7 @@ from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.tracking.console import Console, progress_line
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl
-from roll_opd.tracking.step_metrics import advantage_metrics, opd_metrics
+from roll_opd.tracking.sample_metrics import advantage_metrics, opd_metrics
 from roll_opd.tracking.summary import write_summary
 from roll_opd.tracking.validation_metrics import validation_metrics
 from roll_opd.workers.critic import value_metrics

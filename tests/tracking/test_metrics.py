@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from roll_opd.samples.sample import Sample, as_columns, present, teacher_columns
-from roll_opd.tracking.step_metrics import LOG_RATIO_LIMIT, opd_metrics
+from roll_opd.tracking.sample_metrics import LOG_RATIO_LIMIT, opd_metrics
 from roll_opd.tracking.validation_metrics import mean_stderr
 
 

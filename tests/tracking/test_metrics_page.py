@@ -19,7 +19,7 @@ from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.phase_clock import PhaseClock, time_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
-from roll_opd.tracking.step_metrics import advantage_metrics, log_ratio_metrics, opd_metrics
+from roll_opd.tracking.sample_metrics import advantage_metrics, log_ratio_metrics, opd_metrics
 from roll_opd.tracking.validation_metrics import validation_metrics
 from roll_opd.workers.critic import value_metrics
 from roll_opd.workflows import Experience

@@ -11,8 +11,8 @@ import pytest
 from roll_opd.base.failures import RunError
 from roll_opd.workers import outage
 from roll_opd.workers.batched_calls import Answers
+from roll_opd.workers.job_pool import JobPool, WorkerLost
 from roll_opd.workers.outage import Problem
-from roll_opd.workers.resilient_pool import ResilientPool, WorkerLost
 
 FAILS = "the service is down"
 DOWN, NO = "", None  # answers: the service is down; the item is the cause
@@ -51,10 +51,10 @@ class Service:
             yield Answers([(place, answer)], hung=False)
 
 
-def play(scene: Callable[[ResilientPool, Service], Awaitable[None]], seed: int = 0, **settings: Any) -> None:
+def play(scene: Callable[[JobPool, Service], Awaitable[None]], seed: int = 0, **settings: Any) -> None:
     async def main() -> None:
         service = Service(seed)
-        pool = ResilientPool(
+        pool = JobPool(
             "the pool",
             service,
             lambda item, answer, seconds: answer or "failed",
@@ -85,7 +85,7 @@ def test_an_outage_costs_no_job_at_any_time_and_length(capfd: pytest.CaptureFixt
         chance = random.Random(seed)
         kinds = ("good", "good", "broken", *(("asks not", "asks not") if seed % 3 == 2 else ()))
 
-        async def scene(pool: ResilientPool, service: Service, chance: Any = chance, kinds: Any = kinds) -> None:
+        async def scene(pool: JobPool, service: Service, chance: Any = chance, kinds: Any = kinds) -> None:
             service.stores = len(kinds) == 3 and chance.random() < 0.5
             from_the_start = chance.random() < 0.2  # no job has succeeded before
             assert from_the_start or await pool.submit("first") == "first"
@@ -108,7 +108,7 @@ def test_an_outage_costs_no_job_at_any_time_and_length(capfd: pytest.CaptureFixt
 
 
 def test_an_item_that_overloads_the_service_fails_after_a_while_and_its_kind_then_at_once() -> None:
-    async def scene(pool: ResilientPool, service: Service) -> None:
+    async def scene(pool: JobPool, service: Service) -> None:
         assert await pool.submit("good") == "good"
         first = pool.submit("overloads 1")
         assert await asyncio.gather(*[pool.submit(f"good {n}") for n in range(9)]) == [f"good {n}" for n in range(9)]
@@ -123,13 +123,13 @@ def test_an_item_that_overloads_the_service_fails_after_a_while_and_its_kind_the
 
 
 def test_a_service_that_never_answered_ends_the_run_and_a_request_that_it_refuses_does_not() -> None:
-    async def scene(pool: ResilientPool, service: Service) -> None:
+    async def scene(pool: JobPool, service: Service) -> None:
         service.is_up = False
         jobs = [pool.submit(f"good {n}") for n in range(5)]
         found = await asyncio.gather(*jobs, return_exceptions=True)
         assert all(isinstance(one, RunError) and FAILS in str(one) for one in found)
 
-    async def refused(pool: ResilientPool, service: Service) -> None:
+    async def refused(pool: JobPool, service: Service) -> None:
         service.is_up = False
         jobs = [pool.submit(f"broken {n}") for n in range(5)]
         await asyncio.sleep(0.01)
@@ -142,7 +142,7 @@ def test_a_service_that_never_answered_ends_the_run_and_a_request_that_it_refuse
 
 
 def test_many_jobs_that_fail_while_a_stored_control_succeeds_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(pool: ResilientPool, service: Service) -> None:
+    async def scene(pool: JobPool, service: Service) -> None:
         service.stores = True
         assert await pool.submit("good") == "good"
         service.is_up = False
@@ -156,7 +156,7 @@ def test_many_jobs_that_fail_while_a_stored_control_succeeds_end_the_run(monkeyp
 
 
 def test_jobs_that_fail_while_others_succeed_are_answered_without_an_outage(capfd: pytest.CaptureFixture[str]) -> None:
-    async def scene(pool: ResilientPool, service: Service) -> None:
+    async def scene(pool: JobPool, service: Service) -> None:
         assert await pool.submit("broken before any success") == "failed"  # there is no control yet
         assert await pool.submit("good") == "good"
         assert await asyncio.gather(*[pool.submit(f"broken {n}") for n in range(9)]) == ["failed"] * 9
@@ -168,7 +168,7 @@ def test_jobs_that_fail_while_others_succeed_are_answered_without_an_outage(capf
 
 
 def test_a_long_outage_ends_the_run_and_unneeded_jobs_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def cancelled(pool: ResilientPool, service: Service) -> None:
+    async def cancelled(pool: JobPool, service: Service) -> None:
         assert await pool.submit("good") == "good"
         service.is_up = False
         jobs = [pool.submit(f"good {number}") for number in range(12)]
@@ -179,14 +179,14 @@ def test_a_long_outage_ends_the_run_and_unneeded_jobs_do_not_wait(monkeypatch: p
         service.is_up = True
         assert await later == "later" and 0 < pool.drain_outage_seconds() < 1
 
-    async def ended(pool: ResilientPool, service: Service) -> None:
+    async def ended(pool: JobPool, service: Service) -> None:
         assert await pool.submit("good") == "good"
         service.is_up = False
         found = await asyncio.gather(*[pool.submit(f"good {n}") for n in range(12)], return_exceptions=True)
         found += await asyncio.gather(pool.submit("later"), return_exceptions=True)
         assert all(isinstance(one, RunError) and FAILS in str(one) for one in found)
 
-    async def broken(pool: ResilientPool, service: Service) -> None:
+    async def broken(pool: JobPool, service: Service) -> None:
         assert await pool.submit("good") == "good"
         service.is_up = False
         jobs = [pool.submit(f"good {n}") for n in range(4)]
@@ -215,7 +215,7 @@ class Dying(Service):
 def test_one_lost_process_costs_one_however_many_jobs_it_had() -> None:
     async def main(max_lost: int) -> int:
         worker = Dying(0)
-        pool = ResilientPool("the pool", lambda _: worker, _kind, 1, 64, max_lost=max_lost)
+        pool = JobPool("the pool", lambda _: worker, _kind, 1, 64, max_lost=max_lost)
         await pool.start()
         items = ["dies"] * 8 + ["good"] * 4
         answers = await asyncio.gather(*map(pool.submit, items))

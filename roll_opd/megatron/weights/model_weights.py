@@ -21,7 +21,8 @@ from roll_opd.megatron.weights.source import FileSource, TensorSource
 from roll_opd.megatron.weights.sync_plan import ParameterShard, SyncPlan
 from roll_opd.megatron.weights.tensor_slices import SLICINGS, SliceSizes, SliceSource
 from roll_opd.models.families import FAMILIES
-from roll_opd.models.families.family_definition import Entry, layer_entries
+from roll_opd.models.families.family_definition import layer_entries
+from roll_opd.models.families.parameter_names import Entry
 from roll_opd.models.families.qwen_hybrid import delta_sizes
 from roll_opd.models.model_files import IN_A_LAYER
 from roll_opd.models.weight_files import BUFFERS, EMBEDDING, FINAL_NORM, HEAD, VALUE_HEAD, may_be_zero

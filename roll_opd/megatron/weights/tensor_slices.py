@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from roll_opd.models.families.family_definition import Slicing
+from roll_opd.models.families.parameter_names import Slicing
 from roll_opd.models.families.qwen_hybrid import DeltaSizes
 
 Interval = tuple[int, int]  # first row and end

@@ -2,15 +2,8 @@
 
 from collections.abc import Iterator
 
-from roll_opd.models.families.family_definition import (
-    EXPERT_BIAS,
-    EXPERTS,
-    LLAMA,
-    Config,
-    Family,
-    layer,
-    shared_experts,
-)
+from roll_opd.models.families.family_definition import Config, Family
+from roll_opd.models.families.parameter_names import EXPERT_BIAS, EXPERTS, LLAMA, layer, shared_experts
 
 LATENT = {name: entry for name, entry in LLAMA.items() if "linear_qkv" not in name} | {
     "self_attention.linear_q_proj.weight": layer("rows", "self_attn.q_proj.weight"),

@@ -7,16 +7,8 @@ attention scores and logits. In Gemma 3, local and global layers have different 
 import math
 from typing import Any
 
-from roll_opd.models.families.family_definition import (
-    LLAMA,
-    Config,
-    Family,
-    Pieces,
-    layer_kinds,
-    norms,
-    windows,
-    without_norms,
-)
+from roll_opd.models.families.family_definition import Config, Family, Pieces, layer_kinds, windows
+from roll_opd.models.families.parameter_names import LLAMA, norms, without_norms
 
 NORMS = norms("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 

@@ -5,16 +5,13 @@ part of each head is rotated. In dense models the two elements of a rotated pair
 """
 
 from roll_opd.models.families.deepseek import single_biased_expert
-from roll_opd.models.families.family_definition import (
+from roll_opd.models.families.family_definition import Config, Family, Pieces, rotated_share
+from roll_opd.models.families.parameter_names import (
     EXPERT_BIAS,
     EXPERTS,
     FUSED_GATE_UP,
     LLAMA,
-    Config,
-    Family,
-    Pieces,
     norms,
-    rotated_share,
     shared_experts,
     without_norms,
 )

@@ -3,16 +3,8 @@
 The released checkpoints store the experts of a layer in stacked tensors, in MXFP4.
 """
 
-from roll_opd.models.families.family_definition import (
-    EACH_EXPERT,
-    LLAMA,
-    WINDOWED,
-    Config,
-    Family,
-    Pieces,
-    layer,
-    windows,
-)
+from roll_opd.models.families.family_definition import WINDOWED, Config, Family, Pieces, windows
+from roll_opd.models.families.parameter_names import EACH_EXPERT, LLAMA, layer
 
 _EXPERT = "mlp.experts.{expert}"
 TENSORS = {place: entry for place, entry in LLAMA.items() if not place.startswith("mlp.linear")} | {

@@ -7,21 +7,16 @@
 """
 
 from roll_opd.models.families.family_definition import (
-    FUSED_GATE_UP,
-    FUSED_QKV,
-    LLAMA,
     LONGROPE,
     Config,
     Family,
     Pieces,
-    experts,
     layer_kinds,
-    norms,
     positions,
     rotated_share,
     windows,
-    without_norms,
 )
+from roll_opd.models.families.parameter_names import FUSED_GATE_UP, FUSED_QKV, LLAMA, experts, norms, without_norms
 from roll_opd.models.families.qwen import single_expert
 
 

@@ -1,7 +1,8 @@
 """MiniMax-M2: norms over all heads, rotation of half of each head, and DeepSeek-V3's routers without groups."""
 
 from roll_opd.models.families.deepseek import single_biased_expert
-from roll_opd.models.families.family_definition import LLAMA, Config, Family, Pieces, experts, layer, rotated_share
+from roll_opd.models.families.family_definition import Config, Family, Pieces, rotated_share
+from roll_opd.models.families.parameter_names import LLAMA, experts, layer
 
 _BLOCK = "block_sparse_moe"
 EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", f"{_BLOCK}.e_score_correction_bias")}

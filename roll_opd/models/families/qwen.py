@@ -1,6 +1,7 @@
 """Qwen2 and Qwen3: dense models, and mixtures of experts."""
 
-from roll_opd.models.families.family_definition import EXPERTS, LLAMA, Config, Family, Pieces, layer, shared_experts
+from roll_opd.models.families.family_definition import Config, Family, Pieces
+from roll_opd.models.families.parameter_names import EXPERTS, LLAMA, layer, shared_experts
 
 SHARED_EXPERT = shared_experts("mlp.shared_expert") | {
     "mlp.shared_experts.gate_weight": layer("replicated", "mlp.shared_expert_gate.weight"),

@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from roll_opd.models.families.family_definition import (
-    DELTA,
-    EXPERTS,
-    LLAMA,
-    Config,
-    Family,
-    Pieces,
-    layer,
-    rotated_share,
-)
+from roll_opd.models.families.family_definition import DELTA, Config, Family, Pieces, rotated_share
+from roll_opd.models.families.parameter_names import EXPERTS, LLAMA, layer
 from roll_opd.models.families.qwen import SHARED_EXPERT, single_expert
 
 LINEAR = "linear_attention"  # value in `layer_types` of config.json

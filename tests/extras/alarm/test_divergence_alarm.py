@@ -23,7 +23,7 @@ from roll_opd.extras.alarm.divergence_alarm import (
     Remedies,
 )
 from roll_opd.samples.sample import Sample, as_columns, teacher_columns
-from roll_opd.tracking.step_metrics import opd_metrics
+from roll_opd.tracking.sample_metrics import opd_metrics
 from roll_opd.tracking.summary import ACCURACY
 from tests.each import each
 

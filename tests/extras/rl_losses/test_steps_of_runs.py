@@ -11,7 +11,7 @@ from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.samples.sample import Sample, as_columns
 from roll_opd.tracking.reward_metrics import reward_metrics
-from roll_opd.tracking.step_metrics import opd_metrics
+from roll_opd.tracking.sample_metrics import opd_metrics
 from roll_opd.tracking.validation_metrics import validation_metrics
 from tests.each import each
 

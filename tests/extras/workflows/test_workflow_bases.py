@@ -14,7 +14,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.extras.trinity.workflows.multi_step import FEEDBACK, TryAgainWorkflow
 from roll_opd.objective.external_advantages import external_advantages
 from roll_opd.samples.sample import one_a_run
-from roll_opd.tracking.step_metrics import opd_metrics
+from roll_opd.tracking.sample_metrics import opd_metrics
 from roll_opd.workflows import (
     AccuracyReward,
     AsyncRewardPropagationWorkflow,

@@ -22,7 +22,7 @@ from megatron_samples import TeacherTargets, TrainSample, ValueSample, updated, 
 
 from roll_opd.config.plan import CriticPlan, MicroBatchLimits, ModelPlan, ObjectivePlan
 from roll_opd.megatron.critic_engine import MegatronCritic
-from roll_opd.megatron.optimizer import MegatronLearner
+from roll_opd.megatron.learner_engine import MegatronLearner
 from roll_opd.megatron.student_engine import MegatronTrainer
 from roll_opd.objective.aggregation import MODES
 from roll_opd.objective.registry import POLICY_LOSSES

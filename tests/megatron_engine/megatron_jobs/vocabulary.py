@@ -16,9 +16,18 @@ from megatron_registry import jobs, operation
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.megatron import parallel
-from roll_opd.megatron.logprobs import TEMPORARIES, vocab_parallel_logprobs, vocab_parallel_moments, vocab_parallel_topk
+from roll_opd.megatron.logprobs_and_topk import (
+    TEMPORARIES,
+    vocab_parallel_logprobs,
+    vocab_parallel_moments,
+    vocab_parallel_topk,
+)
 from roll_opd.megatron.vocabulary import VocabShard
-from roll_opd.megatron.vocabulary_divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
+from roll_opd.megatron.whole_vocabulary_divergence import (
+    shard_of_head,
+    vocab_parallel_divergence,
+    vocab_parallel_entropy,
+)
 from roll_opd.objective.divergences import divergence, topk_divergence
 
 

@@ -1,12 +1,9 @@
-"""Vocabulary-parallel token log-probs and top-k, computed from hidden states.
+"""Log-probs and top-k tokens over a split vocabulary, and moments for the test of the engine's samples.
+
+All are computed from hidden states, in chunks.
 
 Legend: M scored tokens, C of them in a chunk, K requested tokens per position, E hidden size, V vocabulary columns on
-this rank.
-
-Moments of the sampling distribution over a split vocabulary, for the test of the engine's samples.
-
-Legend: M scored tokens, C of them in a chunk, V vocabulary columns on this rank, W columns of all ranks, X quantities
-of `objective.engine_evidence.sampling_sums`.
+this rank, W columns of all ranks, X quantities of `objective.engine_evidence.sampling_sums`.
 """
 
 from dataclasses import replace

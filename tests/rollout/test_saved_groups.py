@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.rollout.finished_groups import read_groups, write_groups
+from roll_opd.rollout.saved_groups import read_groups, write_groups
 from roll_opd.rollout.workflow_runs import FinishedGroup
 from roll_opd.samples.sample import Sample, TargetRef, as_columns, logprobs_column, teacher_columns
 

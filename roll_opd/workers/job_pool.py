@@ -108,7 +108,7 @@ def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: in
         left -= share
 
 
-class ResilientPool(Generic[Item, Result]):
+class JobPool(Generic[Item, Result]):
     """Pool that runs jobs in workers.
 
     All methods must be called from one event loop.

@@ -13,8 +13,8 @@ import ray
 
 from roll_opd.base.failures import RunError
 from roll_opd.workers.batched_calls import Answers
+from roll_opd.workers.job_pool import MAX_INITIAL_FAILURES, FailureLog, JobPool, WorkerLost, in_equal_shares
 from roll_opd.workers.ray_worker import RayWorker, next_answer
-from roll_opd.workers.resilient_pool import MAX_INITIAL_FAILURES, FailureLog, ResilientPool, WorkerLost, in_equal_shares
 
 DIE, HANG, RAISE, WAIT, FORGET = "die", "hang", "raise", "wait", "forget"
 
@@ -91,7 +91,7 @@ def doubled(item: tuple[int, str], answer: int | WorkerLost, seconds: float) -> 
     return answer.kind if isinstance(answer, WorkerLost) else answer
 
 
-def play(scene: Callable[[ResilientPool, Processes], Awaitable[None]], seed: int = 0, **settings: Any) -> Processes:
+def play(scene: Callable[[JobPool, Processes], Awaitable[None]], seed: int = 0, **settings: Any) -> Processes:
     """Run a scene with a started pool; at its end no process lives and no task is left."""
 
     async def main() -> Processes:
@@ -99,7 +99,7 @@ def play(scene: Callable[[ResilientPool, Processes], Awaitable[None]], seed: int
         settings.setdefault("size", 2)
         settings.setdefault("capacity", 4)
         settings.setdefault("settle", doubled)
-        pool = ResilientPool("the pool", processes, **settings)
+        pool = JobPool("the pool", processes, **settings)
         await pool.start()
         async with asyncio.timeout(10):
             await scene(pool, processes)
@@ -112,7 +112,7 @@ def play(scene: Callable[[ResilientPool, Processes], Awaitable[None]], seed: int
     return asyncio.run(main())
 
 
-async def settled(pool: ResilientPool, size: int = 2) -> None:
+async def settled(pool: JobPool, size: int = 2) -> None:
     """Wait for the replacements: every process is idle."""
     while len(pool.members) < size or any(member.in_hand for member in pool.members.values()):
         await asyncio.sleep(0)
@@ -125,7 +125,7 @@ def test_every_job_is_answered_once_whatever_dies(seed: int, independent: bool) 
     size, capacity = chance.randint(1, 3), chance.randint(1, 6)
     items = [(number, chance.choices(("", DIE, HANG), (8, 1, 1))[0]) for number in range(chance.randint(1, 40))]
 
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         submitted = []
         for item in items:
             submitted.append(pool.submit(item))
@@ -153,7 +153,7 @@ def test_every_job_is_answered_once_whatever_dies(seed: int, independent: bool) 
 
 @pytest.mark.parametrize(("max_lost", "ends"), [(None, False), (3, False), (2, True)])
 def test_a_pool_ends_if_it_loses_more_processes_than_allowed(max_lost: int | None, ends: bool) -> None:
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         answers = []
         for number in range(3):
             processes.gate.clear()
@@ -179,7 +179,7 @@ def test_a_pool_ends_if_it_loses_more_processes_than_allowed(max_lost: int | Non
 def test_a_job_that_kills_processes_is_a_failure_of_the_job() -> None:
     """The processes that it has killed do not count as lost."""
 
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         for number in range(4):
             assert await pool.submit((number, DIE)) == "worker_died"
         assert await pool.submit((9, "")) == 18
@@ -195,7 +195,7 @@ def test_a_suspect_runs_alone_while_the_other_process_goes_on() -> None:
                 return
             yield number // 10
 
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         busy, suspect = [pool.submit((number, WAIT)) for number in range(3)], pool.submit((10, DIE))
         while len(processes.last_moments) < 2:
             await asyncio.sleep(0)
@@ -215,7 +215,7 @@ def test_a_suspect_runs_alone_while_the_other_process_goes_on() -> None:
 
 
 def test_a_process_with_a_hung_call_ends_its_jobs_and_gets_no_more() -> None:
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         first = [pool.submit(item) for item in ((1, HANG), (2, WAIT))]
         assert await first[0] == 2
         second = [pool.submit((number, "")) for number in range(3, 9)]
@@ -234,7 +234,7 @@ def test_a_process_with_a_hung_call_ends_its_jobs_and_gets_no_more() -> None:
 def test_a_process_that_dies_while_it_starts_is_started_three_times(deaths: int, starts: bool) -> None:
     """Where it does not start, nothing can be answered any more: waiting jobs and later ones fail."""
 
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         processes.deaths_at_start = deaths
         jobs = [pool.submit((number, DIE if number == 1 else "")) for number in range(1, 9)]
         found = await asyncio.gather(*jobs, return_exceptions=True)
@@ -253,7 +253,7 @@ def test_a_process_that_dies_while_it_starts_is_started_three_times(deaths: int,
 def test_a_cancelled_job_gives_its_place_back(independent: bool, started: bool) -> None:
     """Always before it is sent; in a process only if jobs are independent and no job of the call is needed."""
 
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         unneeded = [pool.submit((number, WAIT)) for number in range(4)]
         if started:
             while not processes.started[0].has:
@@ -274,7 +274,7 @@ def test_a_cancelled_job_gives_its_place_back(independent: bool, started: bool) 
 
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_process_gets_jobs_after_each_answer_or_after_the_last(independent: bool) -> None:
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         jobs = [pool.submit((number, WAIT if number == 1 else "")) for number in range(4)]
         for _ in range(50):
             await asyncio.sleep(0)
@@ -289,7 +289,7 @@ def test_a_bug_in_a_worker_or_in_the_result_fails_the_jobs_of_the_call() -> None
     def settle(item: tuple[int, str], answer: int, seconds: float) -> int:
         return 1 // item[0]
 
-    async def scene(pool: ResilientPool, processes: Processes) -> None:
+    async def scene(pool: JobPool, processes: Processes) -> None:
         for item, message in (((5, RAISE), "the pool: 'a bug'"), ((6, FORGET), "the pool: a worker left 1 jobs")):
             with pytest.raises(RunError, match=message):
                 await pool.submit(item)
@@ -399,14 +399,14 @@ class Doubler:
         return os.getpid(), self.begun, self.cancelled
 
 
-def real_pool(options: dict[str, Any], **settings: Any) -> ResilientPool[int, int]:
+def real_pool(options: dict[str, Any], **settings: Any) -> JobPool[int, int]:
     def spawn(number: int) -> RayWorker:
         return RayWorker("the pool", Doubler.options(**options).remote(), (2,), **settings)
 
-    return ResilientPool("the pool", spawn, lambda item, answer, seconds: answer, 1, 8, independent=True)
+    return JobPool("the pool", spawn, lambda item, answer, seconds: answer, 1, 8, independent=True)
 
 
-async def state_of(pool: ResilientPool[int, int]) -> tuple[int, int, int]:
+async def state_of(pool: JobPool[int, int]) -> tuple[int, int, int]:
     return await pool.members[0].worker.actor.state.remote()
 
 
