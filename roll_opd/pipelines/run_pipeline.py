@@ -103,7 +103,7 @@ def _run(
                 starting,
                 deterministic=plan.deterministic,
                 addresses=hosts.addresses if hosts else (),
-                losses=Losses(plan.max_lost_workers, logger.loss, phase=lambda: logger.clock.moment().phase),
+                losses=Losses(plan.max_lost_workers, logger.loss, phase=logger.clock.phase_of_failure),
             )
             if plan.num_nodes > 1:
                 logger.note(f"Devices: {devices_text(devices.hosts())}")

@@ -56,6 +56,7 @@ class PhaseClock:
         self._now = now
         self._lock = threading.Lock()
         self._open: list[_Phase] = []  # oldest first
+        self._failed: str | None = None  # the phase that an exception has left, until the next phase
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._covered = 0.0  # seconds of the lap in which a phase was open
         self._laps = 0
@@ -71,8 +72,12 @@ class PhaseClock:
         with self._lock:
             self._settle()
             self._open.append(entry)
+            self._failed = None
         try:
             yield
+        except BaseException:
+            self._failed = self._failed or name
+            raise
         finally:
             with self._lock:
                 self._settle()
@@ -112,6 +117,10 @@ class PhaseClock:
             oldest = self._open[0] if self._open else None
             phase, seconds = (oldest.name, now - oldest.began) if oldest else (None, 0.0)
             return Moment(self._laps, now - self._lap_began, phase, seconds)
+
+    def phase_of_failure(self) -> str | None:
+        """Return the phase that was opened first; if none is open, the one that an exception left since."""
+        return self.moment().phase or self._failed
 
     def _settle(self) -> None:
         """Add the time since the last change to the oldest open phase of each track."""

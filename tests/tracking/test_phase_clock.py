@@ -133,3 +133,16 @@ def test_tracks_in_turns_sum_to_the_step() -> None:
     lap = clock.lap()
     assert (lap["generate"], lap["train"], lap["other"]) == (5, 2, 1)
     assert sum(lap[name] for name in (*PHASES, "other")) == lap["step"]
+
+
+def test_a_failure_belongs_to_the_phase_that_it_ended() -> None:
+    clock = PhaseClock()
+    with clock.phase("generate"):
+        assert clock.phase_of_failure() == "generate"
+    assert clock.phase_of_failure() is None
+    with pytest.raises(ValueError), clock.phase("train"):
+        raise ValueError
+    assert clock.phase_of_failure() == "train" and clock.moment().phase is None
+    with clock.phase("teacher"):
+        pass
+    assert clock.phase_of_failure() is None
