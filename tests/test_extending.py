@@ -96,7 +96,7 @@ from roll_opd.objective.losses.batch import LossBatch
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.reward_registry import resolve
-from roll_opd.tracking.trackers import find
+from roll_opd.tracking.tracker_registry import find
 
 plan = load_plan("demo", "rlvr_opd", [
     "log_longest=true", "policy_loss_fn=cubic", "policy_loss_fn_args={power: 5}", "advantage_fn=best_of_batch",
@@ -137,7 +137,7 @@ from roll_opd.objective.registry import advantage, policy_loss
 from roll_opd.objective.reverse_kl import advantages
 from roll_opd.planner.load_plan import load_plan
 from roll_opd.rewards.reward_registry import check
-from roll_opd.tracking.trackers import find
+from roll_opd.tracking.tracker_registry import find
 
 plan = load_plan("demo", "rlvr_opd", [
     "algorithm_type=my_rows.ROW", "adv_estimator=null", "use_kl_loss=false", "track_with=my_trackers.TextTracker",

@@ -21,7 +21,7 @@ from roll_opd.models.model_info import ModelFilesError
 from roll_opd.objective.registry import AlgorithmError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.rewards.interface import RewardError
-from roll_opd.tracking.trackers import TrackerError
+from roll_opd.tracking.tracker_registry import TrackerError
 
 # errors that the user can correct
 REFUSALS = (

@@ -13,8 +13,8 @@ from roll_opd.pipelines.user_code import pipeline_module, task_keys
 from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.rewards import reward_registry as rewards
 from roll_opd.teachers.teacher_registry import TEACHERS
-from roll_opd.tracking import trackers as trackers
-from roll_opd.tracking.trackers import JSONL
+from roll_opd.tracking import tracker_registry
+from roll_opd.tracking.tracker_registry import JSONL
 from roll_opd.workflows import workflow_checks
 
 
@@ -47,9 +47,9 @@ def check_user_code(plan: RunPlan) -> None:
             raise ConfigError(problems)
     for tracker in plan.trackers:
         if tracker != JSONL:
-            made = trackers.TRACKERS.find(tracker)
+            made = tracker_registry.TRACKERS.find(tracker)
             for name, problem in argument_problems(made, plan.tracker_args.get(tracker, {}), GIVEN_BY_US):
-                raise trackers.TrackerError(f"tracker {tracker}: {name}: {problem.partition(', got ')[0]}")
+                raise tracker_registry.TrackerError(f"tracker {tracker}: {name}: {problem.partition(', got ')[0]}")
 
 
 def _check_objective(plan: RunPlan) -> None:

@@ -43,7 +43,7 @@ from roll_opd.planner.role_reader import RoleReader, choose_mode
 from roll_opd.planner.tracker_sections import read_trackers
 from roll_opd.planner.validate_sections import Sections, read_sections
 from roll_opd.tracking.secrets import without_secrets
-from roll_opd.tracking.trackers import lacking
+from roll_opd.tracking.tracker_registry import lacking
 
 
 def load_plan(

@@ -13,7 +13,7 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.roll_keys import DOTTED
 from roll_opd.config.schema import Run
 from roll_opd.tracking.secrets import is_secret
-from roll_opd.tracking.trackers import TRACKERS
+from roll_opd.tracking.tracker_registry import TRACKERS
 
 TRACKERS_OF_ROLL = ("ml_tracker",)  # trackers that ROLL has and this package does not
 GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step resumed from

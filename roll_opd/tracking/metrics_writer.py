@@ -15,7 +15,7 @@ from typing import Any
 from roll_opd.base.failures import reason
 from roll_opd.base.terminal import warn
 from roll_opd.tracking.run_directory import METRICS, RunDirectory
-from roll_opd.tracking.trackers import JSONL, Tracker, find
+from roll_opd.tracking.tracker_registry import JSONL, Tracker, find
 
 FAILURES = (Exception, SystemExit)  # a SystemExit raised in a library would end the thread silently
 

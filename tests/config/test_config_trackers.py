@@ -12,7 +12,7 @@ from roll_opd.base.registry import arguments
 from roll_opd.config.plan import RunPlan
 from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.tracking.secrets import without_secrets
-from roll_opd.tracking.trackers import TRACKERS, lacking
+from roll_opd.tracking.tracker_registry import TRACKERS, lacking
 
 Plan = Callable[..., RunPlan]
 

@@ -16,7 +16,7 @@ from roll_opd.base.registry import argument_problems, arguments, defaults
 from roll_opd.tracking import builtin
 from roll_opd.tracking.metrics_writer import MetricsWriter, TrackerTimeouts
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl
-from roll_opd.tracking.trackers import (
+from roll_opd.tracking.tracker_registry import (
     TRACKERS,
     TrackerError,
     TrackerFacts,
@@ -31,7 +31,7 @@ IMPATIENT = TrackerTimeouts(opening=0.2, silence=0.2, closing=0.3, retries=(0.01
 
 PAGE = Path(__file__).parents[2] / "docs" / "trackers.md"
 NEW_TRACKER = """
-from roll_opd.tracking.trackers import register
+from roll_opd.tracking.tracker_registry import register
 
 @register("notes", packages=("no_such_package",))
 class NotesTracker:
@@ -402,7 +402,7 @@ def test_one_tag_is_a_list_of_one(name: str) -> None:
 
 def test_finding_a_tracker_imports_none_of_its_packages() -> None:
     program = (
-        "import sys; from roll_opd.tracking.trackers import TRACKERS\n"
+        "import sys; from roll_opd.tracking.tracker_registry import TRACKERS\n"
         "needed = {'torch', *(p for name in TRACKERS.builtin for p in TRACKERS.facts(name).packages)}\n"
         "print(len(needed), needed & set(sys.modules))"
     )

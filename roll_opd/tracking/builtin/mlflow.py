@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.tracking.trackers import register, run_id
+from roll_opd.tracking.tracker_registry import register, run_id
 
 PARAMS_PER_REQUEST = 100  # MLflow's limit
 PARAM_CHARACTERS = 500  # every MLflow server since 1.28 accepts this length

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from roll_opd.base.terminal import echo
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.tracking.trackers import register
+from roll_opd.tracking.tracker_registry import register
 
 PATH = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

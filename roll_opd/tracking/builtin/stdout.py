@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.tracking.trackers import register
+from roll_opd.tracking.tracker_registry import register
 
 
 @register("stdout")

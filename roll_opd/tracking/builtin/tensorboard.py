@@ -11,7 +11,7 @@ from typing import Any
 
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl, write_atomic
 from roll_opd.tracking.summary import ACCURACY, REVERSE_KL, REWARD, VAL_REWARD
-from roll_opd.tracking.trackers import register
+from roll_opd.tracking.tracker_registry import register
 
 # Metrics with a default value: seconds of an unused phase, counts of rare events, the KL loss without a reference
 # policy, the importance ratio in an update of the weights that drew the samples

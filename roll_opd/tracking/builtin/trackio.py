@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.tracking.trackers import register
+from roll_opd.tracking.tracker_registry import register
 
 DIRECTORY = "TRACKIO_DIR"  # Trackio reads it at its import
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from roll_opd.base.terminal import warn
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.tracking.trackers import as_list, register, run_id
+from roll_opd.tracking.tracker_registry import as_list, register, run_id
 
 # As in ROLL, the console is not captured. Timeouts, in seconds, keep an unresponsive server from delaying a run; the
 # defaults of W&B are 90 and no limit.
