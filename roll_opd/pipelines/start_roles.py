@@ -85,7 +85,7 @@ async def start_workers(plan: RunPlan, placement: Placement, answers: Path | Non
     workers = RunWorkers(student, Sampler(ActorGroup([])), Scorers(teachers, reference), critic, followers, turns)
     for worker in _served(plan):
         if not (isinstance(worker, FollowingPlan) or turns.takes_turns(worker.name)):
-            own[worker.name].replace_lost(placement.losses, **_setup_arguments(plan))
+            own[worker.name].replace_lost(placement, **_setup_arguments(plan))
     if rollout:
         started = starting[0].result()
         parts = started.engines.split(plan.training_engines) if plan.validation_engines else (started.engines,)
@@ -151,7 +151,14 @@ async def start_sampler(
     engines.set_up_again = setup_all
     if not sleeps:
         engines.renewals = tuple(
-            Renewal(rollout.name, name.removesuffix(","), [handle], partial(setup, number), placement.losses)
+            Renewal(
+                rollout.name,
+                name.removesuffix(","),
+                [handle],
+                partial(setup, number),
+                placement.losses,
+                placement.starting,
+            )
             for number, (handle, name) in enumerate(zip(actors, names, strict=True))
         )
     return Sampler(engines, survives_losses=not sleeps, repeats_batches=plan.deterministic)

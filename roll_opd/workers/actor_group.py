@@ -23,7 +23,7 @@ import ray
 
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
-from roll_opd.cluster.lost_processes import MAX_DEATHS, Losses, ProcessDied, RayLost
+from roll_opd.cluster.lost_processes import MAX_DEATHS, ProcessDied, RayLost
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.stall_watchdog import WAITS
 from roll_opd.cluster.startup_progress import process_died
@@ -334,14 +334,15 @@ class WorkerGroup(ActorGroup):
         """Return a context in which no batch is scattered. It begins when the results of earlier batches are there."""
         return self._batches.none()
 
-    def replace_lost(self, losses: Losses, **arguments: Any) -> None:
+    def replace_lost(self, placement: Placement, **arguments: Any) -> None:
         """From now on, start all ranks again after the loss of one of them, and repeat the calls that failed.
 
         Only a frozen model may be started again, because its ranks have no state. `arguments` are those of `setup`.
         """
         bare = copy(self)  # calls of this group are not repeated
         what = f"{self.plan.name} (Megatron)"
-        renewal = Renewal(self.plan.name, what, [*self.actors], partial(bare.setup, **arguments), losses)
+        setup = partial(bare.setup, **arguments)
+        renewal = Renewal(self.plan.name, what, [*self.actors], setup, placement.losses, placement.starting)
         self.renewals = (renewal,) * len(self.actors)
 
     async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -16,6 +16,7 @@ import ray
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.lost_processes import MAX_DEATHS, ClusterError, Loss, Losses
 from roll_opd.cluster.stall_watchdog import WAITS
+from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.workers.liveness import LIVES, beat_of, starts_of
 
 POLL_S = 0.2
@@ -47,7 +48,13 @@ class Renewal:
     """
 
     def __init__(
-        self, role: str, what: str, handles: list[Any], setup: Callable[[], Awaitable[Any]], losses: Losses
+        self,
+        role: str,
+        what: str,
+        handles: list[Any],
+        setup: Callable[[], Awaitable[Any]],
+        losses: Losses,
+        starting: StartupProgress,
     ) -> None:
         """Create the renewal of running processes.
 
@@ -56,9 +63,12 @@ class Renewal:
             what: description of the unit in messages.
             handles: the processes.
             setup: sets up the processes, as at the start of the run.
+            losses: record of the losses.
+            starting: limits the time of a start.
         """
         self.life = 0
-        self.what, self._role, self._handles, self._setup, self._losses = what, role, handles, setup, losses
+        self.what, self._role, self._handles, self._setup = what, role, handles, setup
+        self._losses, self._starting = losses, starting
         self._running: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self.done: Callable[[], None] = lambda: None  # called after each renewal
@@ -101,14 +111,18 @@ class Renewal:
 
     async def _renew(self, why: str) -> None:
         began = time.monotonic()
-        phase = self._losses.add(self._role, why)
+        phase, new = self._losses.add(self._role, why), f"new processes of {self.what}"
+
+        async def start() -> None:
+            await started_again(self._handles)
+            await self._setup()
+
         for attempt in range(1, MAX_DEATHS + 1):
             try:
-                with WAITS.of("the run", f"new processes of {self.what}"):
-                    await started_again(self._handles)
-                    await self._setup()
+                with WAITS.of("the run", new):
+                    await self._starting.of(new, start())
                 break
-            except (ClusterError, ray.exceptions.RayError) as error:
+            except ClusterError as error:
                 if attempt == MAX_DEATHS:
                     raise RunError(f"{self.what}: {MAX_DEATHS} new processes failed to start: {error}") from error
                 await asyncio.sleep(RETRY_S)  # the former process may still hold device memory

@@ -14,8 +14,9 @@ import ray
 from roll_opd.base.failures import RunError
 from roll_opd.cluster import ray_runtime
 from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit, ProcessDied
+from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.weight_sync.send_weights import SharedMemorySync
-from roll_opd.workers import liveness
+from roll_opd.workers import liveness, process_replacement
 from roll_opd.workers.actor_group import ActorGroup, Batches
 from roll_opd.workers.liveness import watched
 from roll_opd.workers.process_replacement import Renewal, attended
@@ -63,12 +64,13 @@ class Case:
         self.losses: list[Loss] = []
         self.failures: list[Exception] = []
         self.starts = 0
+        self.starting = StartupProgress(say=lambda text: None)
         self.seconds_of_a_start = 0.0
 
     async def begin(self, most: int | None = None) -> None:
         await self._setup()
         limits = Losses(most, self.losses.append, self.failures.append)
-        self.renewal = Renewal("role", "role", [*self.group.actors], self._setup, limits)
+        self.renewal = Renewal("role", "role", [*self.group.actors], self._setup, limits, self.starting)
         self.group.renewals = (self.renewal, self.renewal)
 
     async def _setup(self) -> None:
@@ -156,6 +158,23 @@ def test_too_many_losses_end_the_run() -> None:
 
     case = run(main())
     assert len(case.losses) == 1 and len(case.failures) == 1
+
+
+def test_starts_that_never_end_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_replacement, "RETRY_S", 0.1)
+
+    async def main() -> Case:
+        case = Case()
+        await case.begin()
+        case.starting.seconds, case.seconds_of_a_start = 3.0, 3600.0
+        await case.kill(0)
+        with pytest.raises(RunError, match=r"role: 3 new processes failed to start: .*startup_timeout_s"):
+            await case.renewal.since(0, "")
+        case.group.end()
+        return case
+
+    case = run(main())
+    assert case.starts == 4 and len(case.failures) == 1 and not case.losses
 
 
 def test_losses_count_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +278,7 @@ def test_engines_of_a_transfer_that_lost_its_sender_are_replaced() -> None:
             await engines.call("setup", "state")
 
         await engines.call("setup", "state")
-        engines.renewals = (Renewal("role", "engine", [*engines.actors], setup, Losses()),)
+        engines.renewals = (Renewal("role", "engine", [*engines.actors], setup, Losses(), StartupProgress()),)
         sync = SharedMemorySync(student, engines, "fp32")
         with pytest.raises(AttributeError):  # `Actor` exports no weights
             await sync.push(1)
