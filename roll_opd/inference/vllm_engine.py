@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
+CORE_POLL_S = 1.0
+
 
 class InferenceEngine:
     """vLLM engine on this machine, used from one event loop. Start it with `await InferenceEngine.start(...)`."""
@@ -236,16 +238,16 @@ class InferenceEngine:
 
     async def check_alive(self) -> None:
         """Return after the engine core has answered. Raises RuntimeError if it has ended."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         if self._llm is None:
             return
-        try:
-            await self._llm.is_sleeping()
-        except EngineDeadError as error:
-            if self._llm is None:  # it was closed meanwhile
-                return
-            raise RuntimeError("its engine core has ended") from error
+        asking = asyncio.ensure_future(self._llm.is_sleeping())
+        asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        # vLLM leaves this call unanswered if the core ends meanwhile
+        while self._llm is not None and not (self._llm.errored or asking.done()):
+            await asyncio.wait({asking}, timeout=CORE_POLL_S)
+        asking.cancel()
+        if self._llm is not None and self._llm.errored:  # else it was closed meanwhile, or has answered
+            raise RuntimeError("its engine core has ended")
 
     async def close(self, *, collect: bool = True) -> None:
         """Stop the engine core and wait until it has ended. A second call has no effect.

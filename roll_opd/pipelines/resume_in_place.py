@@ -15,6 +15,7 @@ from roll_opd.cluster.lost_processes import MAX_DEATHS, Loss, ProcessDied
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.workers.liveness import LIVES
+from roll_opd.workers.process_replacement import started
 
 
 class Revival:
@@ -23,6 +24,7 @@ class Revival:
     def __init__(self, run: Run) -> None:
         self._run, self._loop = run, asyncio.get_running_loop()
         self._failed = self._new_failure()
+        self._fatal: Exception | None = None  # no new start remedies it
         self._in_vain, self._furthest = 0, -1
         run.placement.losses.fail = self._fail
 
@@ -51,7 +53,9 @@ class Revival:
             raise died
         phase = run.placement.losses.add("the trained models", str(died))
         run.logger.note(f"{died}; the trained models start again")
-        await run.placement.starting.of("the trained models", workers.start_again())
+        await started("the trained models", workers.start_again, run.placement.starting)
+        if self._fatal:
+            raise self._fatal
         self._failed = self._new_failure()  # without the losses that the start itself has made
         self._run = run.rewound()
         done = self._run.steps_done
@@ -87,5 +91,7 @@ class Revival:
             self._loop.call_soon_threadsafe(fail)
 
     def _fail(self, error: Exception) -> None:
+        if not isinstance(error, ProcessDied):
+            self._fatal = error
         if not self._failed.done():
             self._failed.set_exception(error)

@@ -249,9 +249,8 @@ async def stream(
         return sent
 
     others = range(1, len(student.actors))
-    sent, *_ = await asyncio.gather(
-        send_from_rank_0(), *[student.ask(rank, "export_weights", dtype, 0, adapter=adapter) for rank in others]
-    )
+    exports = [student.ask(rank, "export_weights", dtype, 0, adapter=adapter) for rank in others]
+    sent, *_ = await student.together([send_from_rank_0(), *exports])
     return sent
 
 

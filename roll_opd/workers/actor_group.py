@@ -1,4 +1,4 @@
-"""Groups of Ray actors with collective calls, and a thread that detects dead actors.
+"""Groups of Ray actors with collective calls.
 
 `actor` makes a class the Ray actor of a kind of role. `ActorGroup` calls the methods of such actors by their names. Two
 views change how the actors are called: `in_turn` waits for the turn of the role, and `without_adapter` disables the
@@ -11,7 +11,7 @@ ranks of a frozen model are then started again, and the call is repeated.
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -181,7 +181,14 @@ class ActorGroup:
         return WAITS.of("the driver", f"{self.names[actor]} {method}") if self.names and method else nullcontext()
 
     async def _answers(self, called: Sequence[Any], method: str = "") -> list[Any]:
-        answers = [asyncio.ensure_future(self._answer(*each, method)) for each in enumerate(called)]
+        return await self.together([self._answer(*each, method) for each in enumerate(called)])
+
+    async def together(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        """Return the results of calls that depend on each other. The first error is raised immediately.
+
+        Raises ProcessDied if the error of a call follows from the end of a process of this group.
+        """
+        answers = [asyncio.ensure_future(call) for call in calls]
         for answer in answers:  # only the first error is raised
             answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:

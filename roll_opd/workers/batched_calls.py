@@ -85,7 +85,7 @@ class BatchedCalls(Generic[Key, Call]):
         """
         self._send = send
         self._pending: dict[Key, list[tuple[Call, asyncio.Future[Any]]]] = {}
-        self._followers: set[asyncio.Task[None]] = set()
+        self._followers: dict[asyncio.Task[None], list[tuple[Call, asyncio.Future[Any]]]] = {}
 
     def ask(self, key: Key, call: Call) -> "asyncio.Future[Any]":
         """Add a call to the next batch; return a future of its result.
@@ -101,16 +101,17 @@ class BatchedCalls(Generic[Key, Call]):
         return answer
 
     async def end(self) -> None:
-        """Cancel all unanswered calls."""
-        for follower in self._followers:
-            follower.cancel()
+        """Cancel all unanswered calls. A batch whose last answer has arrived ends without a cancellation."""
+        for follower, batch in self._followers.items():
+            if not all(answer.done() for _, answer in batch):
+                follower.cancel()
         await asyncio.gather(*self._followers, return_exceptions=True)
 
     def _begin(self, key: Key) -> None:
         batch = self._pending.pop(key)
         follower = asyncio.create_task(self._follow(key, batch))
-        self._followers.add(follower)
-        follower.add_done_callback(self._followers.discard)
+        self._followers[follower] = batch
+        follower.add_done_callback(self._followers.pop)
 
         def cancel_if_unused(answer: asyncio.Future[Any]) -> None:
             if answer.cancelled() and all(other.done() for _, other in batch):

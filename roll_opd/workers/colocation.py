@@ -51,8 +51,7 @@ class DeviceScheduler:
 
     def forget(self) -> None:
         """Record that no member has started, because all of them start again."""
-        self._state = State()
-        self._at_work.clear()
+        self._state, self._at_work = State(), Counter()  # calls that have not failed yet count in the former counter
 
     def takes_turns(self, name: str) -> bool:
         """Return whether a role takes turns with other roles on its devices."""
@@ -111,12 +110,13 @@ class DeviceScheduler:
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_in_the_way(name))
             await self._make(moves)
-            self._at_work[name] += 1
+            at_work = self._at_work
+            at_work[name] += 1
         try:
             yield
         finally:
             async with self._changed:
-                self._at_work[name] -= 1
+                at_work[name] -= 1
                 self._changed.notify_all()
 
     def _is_in_the_way(self, name: str) -> bool:

@@ -57,6 +57,12 @@ class Life:
 LIVES: "weakref.WeakKeyDictionary[Any, Life]" = weakref.WeakKeyDictionary()  # of the running actors
 
 
+def _running() -> list[tuple[Any, Life]]:
+    """Return the running actors. Other threads may change `LIVES` meanwhile."""
+    found = [(actor, LIVES.get(actor)) for reference in LIVES.keyrefs() if (actor := reference()) is not None]
+    return [(actor, life) for actor, life in found if life is not None]
+
+
 def starts_of(handles: list[Any]) -> dict[Any, tuple[str, int, str]]:
     """Return (state, number of restarts, cause of death) of actors, as Ray reports them.
 
@@ -78,7 +84,7 @@ def starts_of(handles: list[Any]) -> dict[Any, tuple[str, int, str]]:
 def lost_actors() -> list[tuple[Life, str]]:
     """Return the actors whose process was lost since the last call, each with a message."""
     found = []
-    for actor, (state, restarts, cause) in starts_of([*LIVES]).items():
+    for actor, (state, restarts, cause) in starts_of([actor for actor, _ in _running()]).items():
         life = LIVES.get(actor)
         if life is None or (state != "DEAD" and restarts <= life.reported):
             continue
@@ -171,7 +177,7 @@ def last_words(actor: Any) -> str:
 def end_hung(patience: float) -> list[str]:
     """Kill each actor that has stored beats, but none for `patience` seconds; return messages about them."""
     ended = []
-    for actor, life in [*LIVES.items()]:
+    for actor, life in _running():
         beat, now = beat_of(actor), time.monotonic()
         if life.reported > life.restarts:
             continue  # Ray starts a new process, which has no beats yet

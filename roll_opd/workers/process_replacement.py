@@ -25,6 +25,23 @@ RETRY_S = 5.0  # seconds after a failed start
 T = TypeVar("T")
 
 
+async def started(what: str, start: Callable[[], Awaitable[None]], starting: StartupProgress) -> None:
+    """Call `start`, at most `MAX_DEATHS` times until it succeeds. Raises RunError if it does not.
+
+    Args:
+        what: description of what starts, in messages.
+        starting: limits the time of each attempt.
+    """
+    for attempt in range(1, MAX_DEATHS + 1):
+        try:
+            with WAITS.of("the run", what):
+                return await starting.of(what, start())
+        except ClusterError as error:
+            if attempt == MAX_DEATHS:
+                raise RunError(f"{what} failed to start {MAX_DEATHS} times: {error}") from error
+            await asyncio.sleep(RETRY_S)  # the former process may still hold device memory
+
+
 async def attended(work: Awaitable[T], returned: asyncio.Event, act: Callable[[], Awaitable[None]]) -> T:
     """Return the result of `work`; meanwhile, call `act` each time that a replaced process has `returned`."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(returned.wait())
@@ -111,21 +128,13 @@ class Renewal:
 
     async def _renew(self, why: str) -> None:
         began = time.monotonic()
-        phase, new = self._losses.add(self._role, why), f"new processes of {self.what}"
+        phase = self._losses.add(self._role, why)
 
         async def start() -> None:
             await started_again(self._handles)
             await self._setup()
 
-        for attempt in range(1, MAX_DEATHS + 1):
-            try:
-                with WAITS.of("the run", new):
-                    await self._starting.of(new, start())
-                break
-            except ClusterError as error:
-                if attempt == MAX_DEATHS:
-                    raise RunError(f"{self.what}: {MAX_DEATHS} new processes failed to start: {error}") from error
-                await asyncio.sleep(RETRY_S)  # the former process may still hold device memory
+        await started(f"new processes of {self.what}", start, self._starting)
         for handle in self._handles:
             LIVES[handle].is_set_up()
         self.life += 1

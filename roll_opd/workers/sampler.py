@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.lost_processes import MAX_DEATHS, NotServing, ProcessDied
+from roll_opd.cluster.lost_processes import MAX_DEATHS, NotServing, NotSetUp, ProcessDied
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.vllm_requests import Completion
@@ -27,6 +27,7 @@ from roll_opd.workers.liveness import beat_while, is_loss
 from roll_opd.workers.process_replacement import attended
 
 T = TypeVar("T")
+STARTS_AGAIN = (NotServing, NotSetUp, ray.exceptions.ActorUnavailableError)  # errors of an engine that will return
 RETRY_S = 0.5  # seconds between two rounds of attempts over all engines
 
 
@@ -64,23 +65,27 @@ class Sampler:
         return group % len(self.engines.actors)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """Return, for each engine, its log-probs at temperature 1 of all tokens but the first, f32 [T-1]."""
-        return await self._ask_all("prompt_logprobs", list(tokens))
+        """Return each engine's log-probs at temperature 1 of all tokens but the first, f32 [T-1].
+
+        Engines that are being replaced are left out.
+        """
+        return await self._ask("prompt_logprobs", self._up(), list(tokens))
 
     async def draft_metrics(self) -> dict[str, float]:
         """Return the metrics of speculation for requests that finished since the last call, if there were drafts."""
-        drafts = await self._ask_all("take_drafts")
+        drafts = await self._ask("take_drafts", self._up())
         proposed, accepted = (sum(counts) for counts in zip((0, 0), *drafts, strict=True))
         return {DRAFTED_TOKENS: proposed, DRAFT_ACCEPTANCE: accepted / proposed} if proposed else {}
 
     async def ask_any(self, engine: int, method: str, *args: Any) -> Any:
         """Return the result of a method of `engine`, or of another engine if this one is lost."""
+        losses = 0
         async with aclosing(self.attempts(engine)) as attempts:
             async for number, life in attempts:
                 try:
                     return await self.engines.ask(number, method, *args)
                 except Exception as error:
-                    self.survive(number, life, error)
+                    losses = self.survive(number, life, error, losses)
         raise AssertionError
 
     async def attempts(self, engine: int) -> AsyncGenerator[tuple[int, int], None]:
@@ -107,19 +112,24 @@ class Sampler:
 
         return await attended(work, self.returned, check)
 
-    def survive(self, number: int, life: int, error: Exception) -> None:
-        """Let an engine be replaced after an error of a call. Raises other errors, and those of a role that cannot.
+    def survive(self, number: int, life: int, error: Exception, losses: int = 0) -> int:
+        """Let an engine be replaced after an error of a call. Return the losses of the request with this one.
+
+        Raises the error if it is no loss, if the role cannot replace engines, or if it is the request's last loss.
 
         Args:
             life: number of renewals of the engine before the call.
+            losses: earlier losses of the request.
         """
-        if not (self.survives_losses and is_loss(error)):
+        losses += not isinstance(error, STARTS_AGAIN)
+        if losses == MAX_DEATHS or not (self.survives_losses and is_loss(error)):
             raise error
         if not isinstance(error, NotServing):
             self.engines.replace_actor(number, life, str(error))
+        return losses
 
-    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        """Return the results of all engines that are not being replaced."""
+    async def _ask(self, method: str, engines: Sequence[int], *args: Any) -> list[Any]:
+        """Return the results of engines. One that is lost meanwhile is left out."""
 
         async def ask(number: int) -> list[Any]:
             life = self.engines.life(number)
@@ -129,8 +139,10 @@ class Sampler:
                 self.survive(number, life, error)
                 return []
 
-        up = [number for number in range(len(self.engines.actors)) if self.engines.is_up(number)]
-        return [one for found in await asyncio.gather(*map(ask, up)) for one in found]
+        return [one for found in await asyncio.gather(*map(ask, engines)) for one in found]
+
+    def _up(self) -> list[int]:
+        return [number for number in range(len(self.engines.actors)) if self.engines.is_up(number)]
 
     @asynccontextmanager
     async def session(self, chunk: int | None = None) -> AsyncIterator["SamplingSession"]:
@@ -143,8 +155,9 @@ class Sampler:
 
     async def end(self) -> None:
         """Stop the engines and their processes."""
+        up = self._up()
         self.engines.stop_renewals()
-        await self._ask_all("close")
+        await self._ask("close", up)  # a start cannot be interrupted by a call
         self.engines.end()  # killed: external resources are released, and a regular exit takes seconds
 
 
@@ -168,7 +181,8 @@ class SamplingSession:
     def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
         """Send a request; return a future of the completion.
 
-        The future raises the errors of the engine. If the engine has died, the future raises RunError.
+        The future raises the errors of the engine. If engines have died, the request is sent again; the third loss is
+        raised.
         """
         return self._calls.ask((self._sampler.engine_of(request.group), sampling, next(self._numbers)), request)
 
@@ -195,10 +209,7 @@ class SamplingSession:
                             yield new
                     break
                 except Exception as error:
-                    losses += not isinstance(error, NotServing)
-                    if losses == MAX_DEATHS:
-                        raise
-                    sampler.survive(number, life, error)
+                    losses = sampler.survive(number, life, error, losses)
                 if not left:
                     break
         if left:

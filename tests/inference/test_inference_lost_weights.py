@@ -1,6 +1,8 @@
 """The engine core detects incomplete updates, and then refuses to sample."""
 
-import time
+import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -66,8 +68,17 @@ def test_a_core_that_dies_in_an_update_raises_engine_dead_error(engine: Running)
 
     (core,) = engine.engine._llm.engine_core.resources.engine_manager.processes
     engine.engine.updates.broken = None
-    core.kill()
-    while not engine.engine._llm.errored:  # vLLM watches it from a thread
-        time.sleep(0.01)
+
+    async def dies_in_a_call() -> None:
+        os.kill(core.pid, signal.SIGSTOP)
+        checking = asyncio.ensure_future(engine.engine.check_alive())
+        await asyncio.sleep(0.2)
+        assert not checking.done()
+        core.kill()
+        await checking
+
+    with pytest.raises(RuntimeError, match="engine core has ended"):
+        engine.run(dies_in_a_call())
+    assert engine.engine._llm.errored
     with pytest.raises(EngineDeadError):
         engine.run(update_weights(engine.engine, buckets_of(make_model(1)), 1))

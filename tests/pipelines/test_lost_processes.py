@@ -57,7 +57,13 @@ PURE = (
 )
 KINDS: dict[str, tuple[str, ...]] = {
     "in turns": PURE,
-    "top-k": (*PURE, "opd_objective=topk", "opd_topk=8"),
+    "top-k, two ranks": (
+        *PURE,
+        "opd_objective=topk",
+        "opd_topk=8",
+        "student_train.device_mapping=[0,1]",
+        "student_train.training_args.per_device_train_batch_size=32",
+    ),
     "whole vocabulary": (*PURE, "opd_objective=full"),
     "shared devices": (*PURE, "is_offload_states=true"),
     "ahead": (*AHEAD, "actor_infer.device_mapping=[0,1]"),

@@ -298,3 +298,24 @@ def test_who_shares_nothing_is_asked_straight_away() -> None:
     asyncio.run(turns.enter(Phase.GENERATE))
     assert not turns.share("student", "engines")
     assert Part.CACHE == "kv_cache" and Part.WEIGHTS == "weights"  # vLLM's tags
+
+
+def test_calls_of_lost_processes_do_not_count_after_a_new_start(
+    opened: tuple[DeviceScheduler, dict[str, Process], dict[str, ActorGroup]],
+) -> None:
+    """They fail only when the processes are started again."""
+    turns, _, _ = opened
+
+    async def go() -> None:
+        late = turns.turn("reference", "compute_logprobs")
+        await late.__aenter__()
+        turns.forget()
+        async with asyncio.timeout(10), turns.starting("student"):
+            await late.__aexit__(None, None, None)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await turns.enter(Phase.READ)  # counts the calls of now
+        async with asyncio.timeout(10):
+            await turns.enter(Phase.READ)
+
+    asyncio.run(go())
