@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
-from roll_opd.megatron import optimizer as learner_module
+from roll_opd.megatron import learner_engine as learner_module
 from roll_opd.megatron import training_state
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors

@@ -162,7 +162,7 @@ def survived(
 
 def test_a_run_survives_its_engine_and_student(tmp_path: Path) -> None:
     """The nightly test compares such runs with runs without kills."""
-    record = survived(tmp_path / "killed", "in turns", ("engine", "student"), 9, 1)
+    record = survived(tmp_path / "killed", "in turns", ("engine", "student"), 6, 1)
     assert [each["lost"] for each in record["kills"]] == ["engine", "student"]
 
 

@@ -19,10 +19,16 @@ from roll_opd.workers.actor_group import ActorGroup, Batches
 from roll_opd.workers.liveness import watched
 from roll_opd.workers.process_replacement import Renewal, attended
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("started_as_forks")]
+OPTIONS: dict[str, Any] = {"max_restarts": -1}  # Ray's, of the processes
 
 
-@ray.remote(num_cpus=0, max_restarts=-1)
+@pytest.fixture(scope="module")
+def started_as_forks(warm_options: dict[str, Any]) -> None:
+    OPTIONS.update(warm_options)
+
+
+@ray.remote
 class Actor:
     """Loses what it was given when its process is started again."""
 
@@ -54,7 +60,8 @@ class Case:
 
     def __init__(self, seconds_of_a_restart: float = 0.0) -> None:
         self.group = ActorGroup(
-            [Actor.remote(seconds_of_a_restart) for _ in range(2)], ("role, rank 0,", "role, rank 1,")
+            [Actor.options(**OPTIONS).remote(seconds_of_a_restart) for _ in range(2)],
+            ("role, rank 0,", "role, rank 1,"),
         )
         self.losses: list[Loss] = []
         self.failures: list[Exception] = []
@@ -287,7 +294,9 @@ def test_engines_of_a_transfer_that_lost_its_sender_are_replaced() -> None:
 
     async def main() -> None:
         replaced = []
-        student, engines = ActorGroup([Actor.remote()], ("student,",)), ActorGroup([Actor.remote()], ("engine,",))
+        student, engines = (
+            ActorGroup([Actor.options(**OPTIONS).remote()], (name,)) for name in ("student,", "engine,")
+        )
 
         async def setup() -> None:
             replaced.append(0)

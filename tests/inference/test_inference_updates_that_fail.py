@@ -1,14 +1,16 @@
-"""The engine core detects incomplete updates, and then refuses to sample."""
+"""The engine core detects incomplete updates, and then refuses to sample.
+
+The last file that uses the shared engine, which its tests damage.
+"""
 
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 import torch
-from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, running, update_weights
+from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, update_weights
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.weight_updates import WeightUpdateError
@@ -17,13 +19,14 @@ from roll_opd.samples import weight_bucket
 Buckets = list[dict[str, torch.Tensor]]
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model_path: str, warm: None) -> Iterator[Running]:
-    """Each test damages the engine, which is still reused, because starting one takes far longer than a test."""
-    yield from running(tiny_model_path)
+@pytest.fixture
+def engine(shared_engine: Running) -> Running:
+    """The engine is reused after each damage, because starting one takes far longer than a test."""
+    return shared_engine
 
 
 def refusal_of(engine: Running, buckets: Buckets) -> str:
+    version = engine.engine.updates.version
     with suppress(Exception):  # the update of the test before, where it is still open
         engine.run(engine.engine._llm.finish_weight_update())
     engine.engine.updates.broken = None
@@ -31,7 +34,7 @@ def refusal_of(engine: Running, buckets: Buckets) -> str:
         engine.run(update_weights(engine.engine, buckets, 1))
     with pytest.raises(RuntimeError, match="cannot be used: update to weights version 1 failed"):
         engine.run(engine.engine.generate([2], SamplingPlan(), 0))
-    assert engine.engine.updates.version == 0
+    assert engine.engine.updates.version == version
     return str(refused.value)
 
 
