@@ -131,6 +131,8 @@ class Engines(ActorGroup):
 class Student:
     """The actors of the student, which also send weights, and its role."""
 
+    together = ActorGroup.together
+
     def __init__(self, loop: ScriptedLoop) -> None:
         self._loop, self._left = loop, 0
         self.actors, self.plan, self.updates = [None, None], SimpleNamespace(name="student"), Count("updates")
