@@ -90,7 +90,7 @@ class Losses:
             fail: ends the run with an error.
             phase: returns the current phase of the step.
         """
-        self._most, self.record, self.fail, self._phase = most, record, fail, phase
+        self._most, self.record, self.fail, self.phase = most, record, fail, phase
         self._limits: dict[str, LossLimit] = {}
         self._count = 0
 
@@ -101,4 +101,4 @@ class Losses:
         limit.add(self._count)
         if error := limit.exceeded(why):
             raise error
-        return self._phase()
+        return self.phase()

@@ -245,9 +245,12 @@ class InferenceEngine:
         # vLLM leaves this call unanswered if the core ends meanwhile
         while self._llm is not None and not (self._llm.errored or asking.done()):
             await asyncio.wait({asking}, timeout=CORE_POLL_S)
-        asking.cancel()
-        if self._llm is not None and self._llm.errored:  # else it was closed meanwhile, or has answered
-            raise RuntimeError("its engine core has ended")
+        if self._llm is None or self._llm.errored:
+            asking.cancel()
+        if self._llm is not None:  # it was not closed meanwhile
+            if self._llm.errored:
+                raise RuntimeError("its engine core has ended")
+            asking.result()
 
     async def close(self, *, collect: bool = True) -> None:
         """Stop the engine core and wait until it has ended. A second call has no effect.

@@ -25,6 +25,7 @@ class Revival:
         self._run, self._loop = run, asyncio.get_running_loop()
         self._failed = self._new_failure()
         self._fatal: Exception | None = None  # no new start remedies it
+        self._phase: str | None = None  # in which the failure was reported
         self._in_vain, self._furthest = 0, -1
         run.placement.losses.fail = self._fail
 
@@ -51,7 +52,7 @@ class Revival:
         self._furthest = max(self._furthest, reached)
         if self._in_vain == MAX_DEATHS - 1:
             raise died
-        phase = run.placement.losses.add("the trained models", str(died))
+        phase = run.placement.losses.add("the trained models", str(died)) or self._phase
         run.logger.note(f"{died}; the trained models start again")
         await started("the trained models", workers.start_again, run.placement.starting)
         if self._fatal:
@@ -94,4 +95,5 @@ class Revival:
         if not isinstance(error, ProcessDied):
             self._fatal = error
         if not self._failed.done():
+            self._phase = self._run.placement.losses.phase()
             self._failed.set_exception(error)

@@ -75,7 +75,7 @@ class PhaseClock:
             self._failed = None
         try:
             yield
-        except BaseException:
+        except Exception:
             self._failed = self._failed or name
             raise
         finally:

@@ -61,7 +61,7 @@ def make_weight_sync(
 class EngineSync:
     """Base class of transports: the engines, and which of them have received weights in their present life.
 
-    A transfer whose sender is lost remains open in its engines. The next transfer lets them be replaced.
+    A transfer whose sender is lost remains open in its engines. They are replaced before the next transfer.
     """
 
     student: ActorGroup
@@ -75,17 +75,16 @@ class EngineSync:
         up = [number for number in range(len(self.engines.actors)) if self.engines.is_up(number)]
         return [number for number in up if self._received.get(number) != self.engines.life(number)]
 
-    def _begin(self, *, only_lacking: bool) -> list["Receiver"]:
-        """Return the engines to which a transfer goes. `_end` must be called after it."""
-        for one in self._open:
-            one.replace("the sender of its new weights was lost")
+    async def _receivers(self, *, only_lacking: bool) -> list["Receiver"]:
+        """Return the engines to which a transfer goes."""
+        left, self._open = self._open, []
+        await asyncio.gather(*[one.start_again("the sender of its new weights was lost") for one in left])
         numbers = self.lacking() if only_lacking else range(len(self.engines.actors))
         every = [Receiver(self.engines, number, self.engines.life(number)) for number in numbers]
-        self._open = [one for one in every if one.is_there]
-        return self._open
+        return [one for one in every if one.is_there]
 
-    def _end(self) -> None:
-        self._received |= {one.number: one.life for one in self._open if one.is_there}
+    def _end(self, receivers: Sequence["Receiver"]) -> None:
+        self._received |= {one.number: one.life for one in receivers if one.is_there}
         self._open = []
 
 
@@ -100,12 +99,11 @@ class SharedMemorySync(EngineSync):
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = (), *, only_lacking: bool = False) -> int:
         """See `WeightSync.push`. Followers always get whole weights."""
-        engines = self._begin(only_lacking=only_lacking)
+        engines = await self._receivers(only_lacking=only_lacking)
         together = [] if self.adapter else followers
-        sent = await stream(
-            self.student, [*engines, *receivers_of(together)], self.dtype, version, engines, adapter=self.adapter
-        )
-        self._end()
+        to = [*engines, *receivers_of(together)]
+        sent = await stream(self.student, to, self.dtype, version, engines, adapter=self.adapter, begun=self._open)
+        self._end(engines)
         if followers and self.adapter:
             sent += await stream(self.student, receivers_of(followers), self.dtype, version)
         return sent
@@ -124,10 +122,11 @@ class CudaSync(EngineSync):
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = (), *, only_lacking: bool = False) -> int:
         """See `WeightSync.push`. Followers receive the weights through shared memory."""
-        engines, sent = self._begin(only_lacking=False), 0
+        engines, sent = await self._receivers(only_lacking=False), 0
         if engines:
             actors = [self.engines.actors[one.number] for one in engines]
             is_new = engines != self._connected
+            self._open = engines
             try:
                 given = self.backend, actors, self.tp, self.dtype, version, is_new
                 sent = (await self.student.call("send_weights", *given))[0]
@@ -136,7 +135,7 @@ class CudaSync(EngineSync):
                     raise process_died("an inference engine", error.cause) from error
                 raise
         self._connected = engines
-        self._end()
+        self._end(engines)
         return sent + (await stream(self.student, receivers_of(followers), self.dtype, version) if followers else 0)
 
 
@@ -162,12 +161,13 @@ class Receiver:
         except ProcessDied as died:
             if not self.group.renewals:
                 raise
-            self.replace(str(died))
+            self.group.replace_actor(self.number, self.life, str(died))
             return None
 
-    def replace(self, why: str) -> None:
-        """Start to replace the actor, if it still has this life and can be replaced."""
-        self.group.replace_actor(self.number, self.life, why)
+    async def start_again(self, why: str) -> None:
+        """Replace the actor, if it still has this life and can be replaced. This counts for no limit of losses."""
+        if self.group.renewals:
+            await self.group.renewals[self.number].since(self.life, why, is_loss=False)
 
 
 def receivers_of(groups: Sequence[ActorGroup]) -> list[Receiver]:
@@ -210,12 +210,13 @@ async def stream(
     engines: Sequence[Receiver] = (),
     *,
     adapter: bool = False,
+    begun: list[Receiver] | None = None,
 ) -> int:
     """Send all weights, or only the adapter, to `receivers` in buckets through shared memory. Return their bytes.
 
     Rank 0 of the student writes two memories in turn, or a single memory if no receiver runs on its host. Receivers on
     other hosts get the buckets through Ray's object store. `engines` are those receivers on which `begin_update` is
-    called while the first bucket is written.
+    called while the first bucket is written; they are then appended to `begun`.
     """
     hosts = await hosts_of(student, receivers)
     if not hosts:
@@ -225,6 +226,8 @@ async def stream(
 
     async def send_from_rank_0() -> int:
         sent = 0
+        if begun is not None:
+            begun.extend(engines)
         (bucket, last), *_ = await asyncio.gather(
             student.ask(0, "export_weights", dtype, memories, adapter=adapter),
             *[engine.ask("begin_update", version) for engine in engines],
@@ -250,7 +253,12 @@ async def stream(
 
     others = range(1, len(student.actors))
     exports = [student.ask(rank, "export_weights", dtype, 0, adapter=adapter) for rank in others]
-    sent, *_ = await student.together([send_from_rank_0(), *exports])
+    sending = asyncio.ensure_future(send_from_rank_0())
+    try:
+        sent, *_ = await student.together([sending, *exports])
+    finally:
+        sending.cancel()
+        await asyncio.wait({sending})
     return sent
 
 

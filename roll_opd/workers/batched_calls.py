@@ -101,9 +101,9 @@ class BatchedCalls(Generic[Key, Call]):
         return answer
 
     async def end(self) -> None:
-        """Cancel all unanswered calls. A batch whose last answer has arrived ends without a cancellation."""
+        """Cancel all unanswered calls. A batch of which all answers have arrived ends without a cancellation."""
         for follower, batch in self._followers.items():
-            if not all(answer.done() for _, answer in batch):
+            if not all(answer.done() and not answer.cancelled() for _, answer in batch):
                 follower.cancel()
         await asyncio.gather(*self._followers, return_exceptions=True)
 

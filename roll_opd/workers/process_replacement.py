@@ -35,7 +35,9 @@ async def started(what: str, start: Callable[[], Awaitable[None]], starting: Sta
     for attempt in range(1, MAX_DEATHS + 1):
         try:
             with WAITS.of("the run", what):
-                return await starting.of(what, start())
+                await starting.of(what, start())
+            starting.parts.pop(what, None)  # no part of the start of the run
+            return
         except ClusterError as error:
             if attempt == MAX_DEATHS:
                 raise RunError(f"{what} failed to start {MAX_DEATHS} times: {error}") from error
@@ -99,17 +101,17 @@ class Renewal:
         """Whether the processes are set up, as far as the driver knows."""
         return self._running is None
 
-    def begin(self, why: str) -> "asyncio.Task[None]":
-        """Start the renewal, if it is not running. Return its task."""
+    def begin(self, why: str, *, is_loss: bool = True) -> "asyncio.Task[None]":
+        """Start the renewal, if it is not running. Return its task. `is_loss`: it counts for the limit of losses."""
         if self._running is None:
-            self._running = asyncio.ensure_future(self._renew(why))
+            self._running = asyncio.ensure_future(self._renew(why, is_loss))
             self._running.add_done_callback(self._ended)
         return self._running
 
-    async def since(self, life: int, why: str) -> None:
+    async def since(self, life: int, why: str, *, is_loss: bool = True) -> None:
         """Return when the processes have been renewed after the loss of a process of `life`."""
         if self.life == life:
-            await asyncio.shield(self.begin(why))
+            await asyncio.shield(self.begin(why, is_loss=is_loss))
 
     def end(self) -> None:
         """Stop a running renewal."""
@@ -126,9 +128,9 @@ class Renewal:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(begin)
 
-    async def _renew(self, why: str) -> None:
+    async def _renew(self, why: str, is_loss: bool) -> None:
         began = time.monotonic()
-        phase = self._losses.add(self._role, why)
+        phase = self._losses.add(self._role, why) if is_loss else self._losses.phase()
 
         async def start() -> None:
             await started_again(self._handles)

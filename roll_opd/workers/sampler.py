@@ -27,7 +27,6 @@ from roll_opd.workers.liveness import beat_while, is_loss
 from roll_opd.workers.process_replacement import attended
 
 T = TypeVar("T")
-STARTS_AGAIN = (NotServing, NotSetUp, ray.exceptions.ActorUnavailableError)  # errors of an engine that will return
 RETRY_S = 0.5  # seconds between two rounds of attempts over all engines
 
 
@@ -42,6 +41,25 @@ class Request:
     group: int
     prompt_tokens: np.ndarray  # int64 [P]
     seed: int
+
+
+class RequestLosses:
+    """The losses of engines while they ran one request.
+
+    A lost engine may fail the request several times before its new process starts. This is one loss.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._down: set[tuple[int, int]] = set()  # lost engines and their lives
+
+    def add(self, engine: int, life: int, error: Exception) -> None:
+        """Count an error of an engine, unless it follows from an earlier loss."""
+        if isinstance(error, NotServing | NotSetUp):  # its new process has started
+            self._down.discard((engine, life))
+        elif (engine, life) not in self._down:
+            self._down.add((engine, life))
+            self.count += 1
 
 
 @dataclass(frozen=True)
@@ -79,13 +97,13 @@ class Sampler:
 
     async def ask_any(self, engine: int, method: str, *args: Any) -> Any:
         """Return the result of a method of `engine`, or of another engine if this one is lost."""
-        losses = 0
+        losses = RequestLosses()
         async with aclosing(self.attempts(engine)) as attempts:
             async for number, life in attempts:
                 try:
                     return await self.engines.ask(number, method, *args)
                 except Exception as error:
-                    losses = self.survive(number, life, error, losses)
+                    self.survive(number, life, error, losses)
         raise AssertionError
 
     async def attempts(self, engine: int) -> AsyncGenerator[tuple[int, int], None]:
@@ -112,21 +130,21 @@ class Sampler:
 
         return await attended(work, self.returned, check)
 
-    def survive(self, number: int, life: int, error: Exception, losses: int = 0) -> int:
-        """Let an engine be replaced after an error of a call. Return the losses of the request with this one.
+    def survive(self, number: int, life: int, error: Exception, losses: RequestLosses) -> None:
+        """Let an engine be replaced after an error of a call.
 
-        Raises the error if it is no loss, if the role cannot replace engines, or if it is the request's last loss.
+        Raises the error if it is no loss, if the role cannot replace engines, or if the request has lost
+        `MAX_DEATHS` engines.
 
         Args:
             life: number of renewals of the engine before the call.
-            losses: earlier losses of the request.
+            losses: losses of the request.
         """
-        losses += not isinstance(error, STARTS_AGAIN)
-        if losses == MAX_DEATHS or not (self.survives_losses and is_loss(error)):
+        losses.add(number, life, error)
+        if losses.count == MAX_DEATHS or not (self.survives_losses and is_loss(error)):
             raise error
         if not isinstance(error, NotServing):
             self.engines.replace_actor(number, life, str(error))
-        return losses
 
     async def _ask(self, method: str, engines: Sequence[int], *args: Any) -> list[Any]:
         """Return the results of engines. One that is lost meanwhile is left out."""
@@ -136,7 +154,7 @@ class Sampler:
             try:
                 return [await self.engines.ask(number, method, *args)]
             except Exception as error:
-                self.survive(number, life, error)
+                self.survive(number, life, error, RequestLosses())
                 return []
 
         return [one for found in await asyncio.gather(*map(ask, engines)) for one in found]
@@ -194,7 +212,7 @@ class SamplingSession:
         self, key: tuple[int, SamplingPlan, int], requests: list[Request]
     ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
         engine, sampling, _ = key
-        sampler, left, losses = self._sampler, set(range(len(requests))), 0
+        sampler, left, losses = self._sampler, set(range(len(requests))), RequestLosses()
         async with aclosing(sampler.attempts(engine)) as attempts:
             async for number, life in attempts:
                 sent = range(len(requests)) if sampler.repeats_batches else sorted(left)
@@ -209,7 +227,7 @@ class SamplingSession:
                             yield new
                     break
                 except Exception as error:
-                    losses = sampler.survive(number, life, error, losses)
+                    sampler.survive(number, life, error, losses)
                 if not left:
                     break
         if left:

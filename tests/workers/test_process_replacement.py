@@ -11,13 +11,14 @@ import pytest
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit, ProcessDied
+from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit, NotServing, NotSetUp, ProcessDied
 from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.weight_sync.send_weights import SharedMemorySync
 from roll_opd.workers import liveness, process_replacement
 from roll_opd.workers.actor_group import ActorGroup, Batches
 from roll_opd.workers.liveness import watched
 from roll_opd.workers.process_replacement import Renewal, attended
+from roll_opd.workers.sampler import RequestLosses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("started_as_forks")]
 OPTIONS: dict[str, Any] = {"max_restarts": -1}  # Ray's, of the processes
@@ -46,6 +47,15 @@ class Actor:
         liveness.BEAT_INTERVAL_S = 0.5
         liveness.beat_in_thread()
         self.given = given
+
+    def host(self) -> str:
+        return "here"
+
+    def begin_update(self, version: int) -> None:
+        """As an engine."""
+
+    def export_weights(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("no weights")
 
     def fail(self) -> None:
         raise RuntimeError("Connection closed by peer")
@@ -200,6 +210,18 @@ def test_starts_that_never_end_end_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(case.failures) == 1 and not case.losses
 
 
+def test_a_lost_engine_is_one_loss_of_a_request_until_it_starts_again() -> None:
+    losses, dead = RequestLosses(), ray.exceptions.ActorUnavailableError("dead", b"0" * 16)
+    errors = [(0, dead), (0, dead), (1, dead), (0, NotSetUp()), (0, NotServing()), (1, dead), (0, dead)]
+    counts = []
+    for engine, error in errors:
+        losses.add(engine, 0, error)
+        counts.append(losses.count)
+    assert counts == [1, 1, 2, 2, 2, 2, 3]  # the request ends the process of engine 0 again
+    losses.add(1, 1, dead)  # in its next life
+    assert losses.count == 4
+
+
 def test_losses_count_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("roll_opd.cluster.lost_processes.time.monotonic", lambda: now[0])
@@ -281,39 +303,39 @@ def test_engines_lack_weights_after_they_were_replaced() -> None:
     sync = SharedMemorySync(ActorGroup([]), engines, "fp32")
     assert sync.lacking() == [0, 1, 2]
     engines.gone = True
-    there = sync._begin(only_lacking=False)
+    there = run(sync._receivers(only_lacking=False))
     assert [one.number for one in there] == [0, 2]
-    sync._end()
+    sync._end(there)
     assert sync.lacking() == []
     engines.gone, engines.lives = False, 1
-    assert sync.lacking() == [1] == [one.number for one in sync._begin(only_lacking=True)]
+    assert sync.lacking() == [1] == [one.number for one in run(sync._receivers(only_lacking=True))]
 
 
 def test_engines_of_a_transfer_that_lost_its_sender_are_replaced() -> None:
-    """Their cores wait for the rest of the weights."""
+    """Their cores wait for the rest of the weights. An engine that was not asked to begin stays."""
 
     async def main() -> None:
-        replaced = []
-        student, engines = (
-            ActorGroup([Actor.options(**OPTIONS).remote()], (name,)) for name in ("student,", "engine,")
+        replaced, losses = [], Losses(0)
+        student, lost, engines = (
+            ActorGroup([Actor.options(**OPTIONS).remote()], (name,)) for name in ("student,", "student,", "engine,")
         )
+        ray.kill(lost.actors[0])
 
         async def setup() -> None:
             replaced.append(0)
             await engines.call("setup", "state")
 
         await engines.call("setup", "state")
-        engines.renewals = (Renewal("role", "engine", [*engines.actors], setup, Losses(), StartupProgress()),)
-        sync = SharedMemorySync(student, engines, "fp32")
-        with pytest.raises(AttributeError):  # `Actor` exports no weights
+        engines.renewals = (Renewal("role", "engine", [*engines.actors], setup, losses, StartupProgress()),)
+        sync = SharedMemorySync(lost, engines, "fp32")
+        with pytest.raises(ProcessDied):
             await sync.push(1)
-        assert not replaced and sync.lacking() == [0]
-        assert sync._begin(only_lacking=False) == [] == sync.lacking()  # it is being replaced
-        await engines.renewals[0].since(0, "")
-        assert replaced == [0] and sync.lacking() == [0]
-        assert len(sync._begin(only_lacking=False)) == 1
-        sync._end()
-        assert not sync.lacking() and len(sync._begin(only_lacking=False)) == 1 and engines.is_up(0)
+        assert not replaced and len(await sync._receivers(only_lacking=False)) == 1
+        sync.student = student
+        with pytest.raises(ray.exceptions.RayTaskError, match="no weights"):
+            await sync.push(1)
+        assert not replaced and engines.life(0) == 0
+        assert len(await sync._receivers(only_lacking=False)) == 1 and replaced == [0] and engines.life(0) == 1
         student.end()
         engines.end()
 
