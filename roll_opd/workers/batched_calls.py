@@ -101,7 +101,7 @@ class BatchedCalls(Generic[Key, Call]):
         return answer
 
     async def end(self) -> None:
-        """Cancel all unanswered calls. A batch of which all answers have arrived ends without a cancellation."""
+        """Cancel all unanswered calls. A batch whose calls are all answered ends by itself."""
         for follower, batch in self._followers.items():
             if not all(answer.done() and not answer.cancelled() for _, answer in batch):
                 follower.cancel()
