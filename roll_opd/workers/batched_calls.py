@@ -101,7 +101,7 @@ class BatchedCalls(Generic[Key, Call]):
         return answer
 
     async def end(self) -> None:
-        """Cancel all unanswered calls. A batch whose calls are all answered ends by itself."""
+        """Cancel all unanswered calls. A batch whose calls are all answered ends with its last answer."""
         for follower, batch in self._followers.items():
             if not all(answer.done() and not answer.cancelled() for _, answer in batch):
                 follower.cancel()
