@@ -24,6 +24,8 @@ GROUPS = (
     ("staged", "tests/pipelines/test_staged_*.py"),
     ("staged", "tests/pipelines/test_rewarded_runs.py"),
     ("staged", "tests/pipelines/test_runs.py"),
+    ("staged", "tests/pipelines/test_engine_check.py"),
+    ("staged", "tests/pipelines/test_update_frames.py"),
     ("megatron", "tests/megatron_engine/*.py"),
     ("launches", "tests/pipelines/*.py"),
     ("pools", "tests/workers/*.py"),

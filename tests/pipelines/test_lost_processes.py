@@ -160,12 +160,6 @@ def survived(
     }
 
 
-def test_a_run_survives_its_engine_and_student(tmp_path: Path) -> None:
-    """The nightly test compares such runs with runs without kills."""
-    record = survived(tmp_path / "killed", "in turns", ("engine", "student"), 6, 1)
-    assert [each["lost"] for each in record["kills"]] == ["engine", "student"]
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_survives_with_the_same_bits(tmp_path: Path, kind: str) -> None:

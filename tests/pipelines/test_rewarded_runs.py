@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import REPOSITORY, RLVR, Run, launch
+from runs import REPOSITORY, RLVR, Run, launch, of_run
 from safetensors.torch import load_file
 from stage import SHORT, WITH_TEACHER, Stage, frozen, optimizer_of
+
+from roll_opd.tracking.audit import audit
 
 STEPS = 4
 # One teacher is the untrained student itself, so its log-probs are known
@@ -143,16 +145,22 @@ def test_terminated_in_a_step_and_resumed_equals_uninterrupted(
 def test_killed_in_a_step_and_resumed_equals_uninterrupted(
     stage: Stage, mixed: Run, settings: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The launcher is killed; other processes continue its run with the same bits as in a run without a kill."""
-    experiment = tmp_path / "killed" / "demo"
-    settings = (*settings, "exp_name=demo")
+    """A run loses its engine, its student and then its launcher; other processes continue it.
+
+    The bits are those of a run without a loss. For random moments, see test_lost_processes.py.
+    """
+    place, victims = tmp_path / "killed", {1: "ray::RolloutWorker", 2: "ray::TrainWorker"}  # by finished steps
+    experiment, settings = place / "demo", (*settings, "exp_name=demo")
 
     def in_step_4() -> bool:
-        return any(len(path.read_text().splitlines()) == 3 for path in experiment.glob("*/prompts.jsonl"))
+        steps = max((len(path.read_text().splitlines()) for path in experiment.glob("*/prompts.jsonl")), default=0)
+        if steps in victims:
+            of_run(place, victims.pop(steps))[0].kill()
+        return steps == 3
 
-    place = tmp_path / "killed"
     killed = launch(place, *settings, kill_when=in_step_4, launcher=RLVR, config=WITH_TEACHER)
     assert killed.code == -9, killed.output[-4000:]
+    assert not victims and len(killed.rows("losses.jsonl")) == 2
     assert not (killed.path / f"checkpoints/step_{STEPS}").exists()
     again = "resume_from_checkpoint=true"
     resumed = stage.run(*settings, again, config=WITH_TEACHER, place=place, name="demo")
@@ -162,6 +170,8 @@ def test_killed_in_a_step_and_resumed_equals_uninterrupted(
     assert resumed.rows("prompts.jsonl") == mixed.rows("prompts.jsonl")
     assert [row["step"] for row in resumed.rows("metrics.jsonl")] == list(range(STEPS + 1))
     assert len(list(experiment.iterdir())) == 2  # one run and `latest`
+    counts, errors = audit(resumed.path)
+    assert errors == [] and (counts["steps"], counts["lost processes"]) == (STEPS, 2)
     one, other = (load_file(run.path / f"checkpoints/step_{STEPS}/hf/model.safetensors") for run in (mixed, resumed))
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
