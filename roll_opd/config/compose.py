@@ -18,7 +18,7 @@ from typing import Any, cast
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.conf import HydraConf
 from hydra.core.default_element import ResultDefault
@@ -217,6 +217,13 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
     return frozenset(found.overrides.known_choices)
 
 
+class _Files(CachingConfigRepository):
+    """Hydra's cache of files, without the copy of its sources, which takes an eighth of the time to compose."""
+
+    def __init__(self, delegate: IConfigRepository) -> None:
+        self.delegate, self.cache = delegate, {}
+
+
 class _Loader(ConfigLoaderImpl):
     """Hydra's loader, which does not compose Hydra's own configuration.
 
@@ -243,7 +250,9 @@ class _Loader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        parsed, files = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        files = _Files(self.repository)  # this loader serves only one configuration
+        self._process_config_searchpath(config_name, parsed, files)
         others = [override for override in parsed if override.get_key_element() != SEARCH_PATH]
         primary = files.load_config(config_name) if config_name else None
         if any(HYDRAS.match(override.key_or_group) for override in others) or _chooses_files_of_hydras(primary):

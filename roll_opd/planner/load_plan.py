@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from roll_opd.base import hardware, hub
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import FrozenDict
@@ -24,6 +22,7 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import CheckpointPlan, RunPlan
 from roll_opd.config.schema import PIPELINES, CheckpointKeys, Run, RunKeys, Supervised, Top, shared
 from roll_opd.config.translators import translator_of
+from roll_opd.config.yaml_files import yaml_text
 from roll_opd.models.flops import sequence_flops
 from roll_opd.models.megatron_support import not_yet
 from roll_opd.models.memory import estimate_memory
@@ -210,7 +209,7 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, sections: Sections)
         on_devices,
         memory=FrozenDict(memory),
         flops=FrozenDict({name: sequence_flops(models[name], longest, longest) / longest for name in memory}),
-        config_yaml=OmegaConf.to_yaml(OmegaConf.create(without_secrets(loaded.values))),
+        config_yaml=yaml_text(without_secrets(loaded.values)),
     )
     top.diag.warn_unused()  # all keys have been read
     device_mapping.check_memory(finished, top.diag)

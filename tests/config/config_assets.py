@@ -176,5 +176,5 @@ def write_config(root: Path, values: dict[str, Any], name: str = "run") -> str:
     """Write a configuration and return its directory."""
     directory = root / "config"
     directory.mkdir(exist_ok=True)
-    (directory / f"{name}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    (directory / f"{name}.yaml").write_text(yaml.dump(values, Dumper=yaml.CSafeDumper, sort_keys=False))
     return str(directory)
