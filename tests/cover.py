@@ -26,6 +26,11 @@ def cover(cases: Iterable[Any], of: Callable[[Any], tuple] = values_of, strength
     return [cases[number] for number in sorted(chosen)]
 
 
+def repeats(pushed: int, nightly: int) -> list[Any]:
+    """Return numbers of random repetitions as parameters of a test: few on every push, more in the nightly tier."""
+    return [pushed, pytest.param(nightly, marks=pytest.mark.nightly)]
+
+
 def tiered(cases: Iterable[Any], pushed: Iterable[Any]) -> list[Any]:
     """Return all cases as parameters of a test; cases that are not in `pushed` are marked as nightly."""
     pushed = list(pushed)

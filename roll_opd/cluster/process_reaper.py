@@ -27,7 +27,7 @@ from typing import IO
 
 import psutil
 
-POLL_INTERVAL_S = 1.0  # seconds between scans of the driver's descendants
+POLL_INTERVAL_S = 2.0  # seconds between scans of the driver's descendants
 EXIT_GRACE_S = 1.0  # seconds for processes to exit without a signal
 EXIT_POLL_S = 0.05  # seconds between scans for exited processes
 # Python's resource trackers, which remove the shared memory and semaphores of killed processes

@@ -19,6 +19,7 @@ from roll_opd.rollout.staleness import Pace
 from roll_opd.rollout.workflow_protocol import Model, SingleTurn, Task, sample_of
 from roll_opd.rollout.workflow_runs import Batch, FinishedGroup
 from roll_opd.samples.sample import Sample
+from tests.cover import repeats
 
 BATCHES, GROUPS = 5, 3
 
@@ -103,10 +104,13 @@ def differ(group: list[Sample]) -> bool:
 
 @pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_no_order_of_events_deadlocks_or_exceeds_the_bound(make_source: Any, bound: int, passes: Any) -> None:
+@pytest.mark.parametrize("seeds", repeats(8, 25))
+def test_no_order_of_events_deadlocks_or_exceeds_the_bound(
+    make_source: Any, bound: int, passes: Any, seeds: int
+) -> None:
     expected = contents(learned(learner_of(make_source(), 0, passes=passes)))
     ages = set()
-    for seed in range(25):
+    for seed in range(seeds):
         batches = learned(learner_of(make_source(), bound, seed, passes=passes, reserve=seed % 3))
         assert contents(batches) == expected  # the same prompts, in the same order, in the same batches
         ages |= {batch.version - version for batch in batches for version in batch.versions}
@@ -147,10 +151,11 @@ def test_a_waiting_learner_gets_its_batch_before_other_groups_end(make_source: A
     assert len(batch.samples) == GROUPS * SAMPLING.n and all(sample.teacher_logprobs for sample in batch.samples)
 
 
-def test_a_resume_inside_a_window_draws_each_prompt_once(make_source: Any) -> None:
+@pytest.mark.parametrize("seeds", repeats(24, 60))
+def test_a_resume_inside_a_window_draws_each_prompt_once(make_source: Any, seeds: int) -> None:
     """The state has the prompts that have passed an unfinished one."""
     passed_some = False
-    for seed in range(60):
+    for seed in range(seeds):
         stopped = 1 + seed % (BATCHES - 1)
         source = make_source()
         before = learned(learner_of(source, 3, seed, depth=1), stopped, is_behind=True)
@@ -187,12 +192,13 @@ def drawn_by(batches: list[Batch]) -> list[str]:
 
 @pytest.mark.parametrize(("bound", "depth", "groups"), [(3, 1, 3), (1, 1, 3), (0, 0, 3), (2, 2, 2), (4, 2, 3)])
 @pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
+@pytest.mark.parametrize("seeds", repeats(4, 12))
 def test_a_resumed_run_trains_finished_groups_without_sampling_them_again(
-    make_source: Any, tmp_path: Path, passes: Any, bound: int, depth: int, groups: int
+    make_source: Any, tmp_path: Path, passes: Any, bound: int, depth: int, groups: int, seeds: int
 ) -> None:
     """Also with another bound, depth or batch size; older groups than its bound allows are sampled again."""
     kept = 0
-    for seed in range(8):
+    for seed in range(seeds):
         stopped = 1 + seed % (BATCHES - 1)
         before = learner_of(make_source(), 3, seed, depth=1, passes=passes)
         first = learned(before, stopped, is_behind=True)

@@ -12,11 +12,11 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.extras.games.workflows.environment_workflow import EnvironmentWorkflow
 from roll_opd.inference.vllm_requests import Completion
 from roll_opd.workflows import Experience, ModelWrapper, Task
+from tests.cover import repeats
 from tests.extras.workflows.test_environment_workflow import BY_STEP, MODEL, task
 from tests.workflows.sampled import Sampled
 from tests.workflows.test_call_tree import play
 
-TRAJECTORIES = 145  # of each kind
 # ChatML as Qwen3 writes it: thoughts are stripped from all turns before the last question
 QWEN3 = (
     "{% set ns = namespace(last=0) %}"
@@ -94,14 +94,15 @@ def learned_once(made: Sequence[Experience], engine: Rambling) -> None:
 @pytest.mark.parametrize(
     ("name", "by_step"), [("demo", False), ("demo", True), ("qwen3", False), ("qwen3", True), ("llama3", False)]
 )
-def test_what_is_learned_is_what_was_sampled(name: str, by_step: bool) -> None:
+@pytest.mark.parametrize("of_each_kind", repeats(45, 145))
+def test_what_is_learned_is_what_was_sampled(name: str, by_step: bool, of_each_kind: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     template, end, special = TEMPLATES[name]
     tokenizer.chat_template = template or tokenizer.chat_template
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     if name == "llama3":
         tokenizer.bos_token = special[0]
-    branches, trajectories = 0, TRAJECTORIES * (2 if by_step else 1)
+    branches, trajectories = 0, of_each_kind * (2 if by_step else 1)
     for seed in range(trajectories):
         game = list(GAMES)[seed % len(GAMES)]
         settings: dict[str, Any] = {"env_config": GAMES[game], "max_steps": 6}
