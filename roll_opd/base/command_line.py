@@ -23,6 +23,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # parallel sizes of `score`
 # file to which a run writes its directory, for `roll_opd.run`, which starts the run
 RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
+RUN_ID = "ROLL_OPD_RUN"  # environment variable: id of the run over all its attempts
 # socket of the session (`roll_opd.open`) that starts a run and requests its steps
 SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"
 SESSION_INTERRUPT = "interrupt"  # message of a session whose caller interrupts a call

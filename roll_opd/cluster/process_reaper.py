@@ -177,6 +177,7 @@ def watch(driver: int, preexisting: set[int], mark: str) -> None:
     for process in list(descendants):
         descendants |= _descendants(process.pid)
     started = [process for process in descendants if process.pid not in spared]
+    shared |= {path for process in started for path in _shared_memory(process)}
     trackers = [process for process in started if TRACKER in _command(process)]
     # of other runs; they need time to finish
     reapers = [process for process in started if REAPER in _command(process)]

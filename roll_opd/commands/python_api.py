@@ -79,11 +79,11 @@ def run(
         directory = Path(announced.read_text(encoding="utf-8")) if announced.exists() else None
     if code or directory is None:
         raise RunFailed(end_message(code, output), code, directory)
-    from roll_opd.pipelines.checkpoints import complete
+    from roll_opd.tracking.run_directory import complete_checkpoints
 
     file = directory / "summary.json"
     summary = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    newest = [str(checkpoint / "hf") for checkpoint in complete(directory)[:1]]
+    newest = [str(checkpoint / "hf") for checkpoint in complete_checkpoints(directory)[:1]]
     return {**summary, "run_directory": str(directory), "model": newest[0] if newest else None}
 
 

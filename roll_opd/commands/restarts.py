@@ -14,11 +14,10 @@ import uuid
 from pathlib import Path
 from types import FrameType
 
-from roll_opd.base.command_line import FAILED, INTERRUPTED, RUN_DIRECTORY_FILE, TERMINATED
+from roll_opd.base.command_line import FAILED, INTERRUPTED, RUN_DIRECTORY_FILE, RUN_ID, TERMINATED
 from roll_opd.base.terminal import echo
-from roll_opd.cluster.multihost.hosts import RUN
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.pipelines.checkpoints import complete
+from roll_opd.tracking.run_directory import complete_checkpoints
 
 LEFT = "ROLL_OPD_RESTARTS_LEFT"  # environment variable that marks an attempt
 _LEFT = os.environ.pop(LEFT, None)  # removed, as a run that an attempt starts (in a workflow) is not an attempt
@@ -79,7 +78,7 @@ class _Attempts:
 
         `left` is the number of restarts that remain after this attempt.
         """
-        environment = os.environ | {RUN_DIRECTORY_FILE: str(self._announced), LEFT: str(left), RUN: self._run}
+        environment = os.environ | {RUN_DIRECTORY_FILE: str(self._announced), LEFT: str(left), RUN_ID: self._run}
         self._process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *self._resumed()],
             env=environment,
@@ -97,7 +96,7 @@ class _Attempts:
         if not self._announced.exists():
             return []
         directory = self._announced.read_text(encoding="utf-8")
-        if not complete(Path(directory)):
+        if not complete_checkpoints(Path(directory)):
             return []
         from hydra.core.override_parser.types import Quote, QuotedString
 

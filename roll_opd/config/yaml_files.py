@@ -4,7 +4,7 @@ import os
 import pickle
 import re
 from collections.abc import Hashable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 import yaml
@@ -34,12 +34,18 @@ class OmegaConfLoader(CParser, get_yaml_loader()):  # type: ignore[misc]
 
 
 class _Dumper(yaml.CSafeDumper):
-    """Libyaml's dumper. It quotes texts that OmegaConf would read as numbers or booleans, and writes no aliases."""
+    """Libyaml's dumper, whose texts OmegaConf reads as the same texts. It writes no aliases."""
 
     ignore_aliases: Any = staticmethod(lambda _: True)
 
 
-_Dumper.add_representer(str, OmegaConfDumper.str_representer)
+def _as_read_by_omegaconf(dumper: Any, text: str) -> yaml.ScalarNode:
+    """Quote what OmegaConf would read as a number or boolean; escape what it would read as an interpolation."""
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return cast(yaml.ScalarNode, OmegaConfDumper.str_representer(dumper, escaped))
+
+
+_Dumper.add_representer(str, _as_read_by_omegaconf)
 
 
 def yaml_text(values: Any) -> str:
@@ -68,7 +74,8 @@ class CheckedFiles(FileConfigSource):
 
     def _read(self, path: Path) -> ConfigResult:
         text = path.read_text(encoding="utf-8")
-        config = OmegaConf.create(yaml.load(text, Loader=OmegaConfLoader) or {})
+        parsed = yaml.load(text, Loader=OmegaConfLoader)
+        config = OmegaConf.create({} if parsed is None else parsed)
         place = f"{self.scheme()}://{self.path}"
         return ConfigResult(provider=self.provider, path=place, config=config, header=self._get_header_dict(text[:512]))
 
@@ -118,6 +125,8 @@ def value_problem(value: Any) -> str | None:
     if isinstance(value, str) and (found := re.search("[\0\ud800-\udfff]", value)):
         kind = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
         return f"{value!r} has {kind} in it; remove this character"
+    if isinstance(value, PurePath):
+        return "is a Python object (!!python/object); write a text"
     if isinstance(value, bytes):
         return "is binary data (!!binary); write a text"
     if isinstance(value, int) and not -INT64 <= value < INT64:

@@ -21,13 +21,19 @@ from roll_opd.cluster.lost_processes import ProcessDied
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.pipelines.settings_history import History
-from roll_opd.tracking.run_directory import SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
+from roll_opd.tracking.run_directory import (
+    STATE_FILE,
+    SUPERSEDED,
+    RunDirectory,
+    checkpoints_of,
+    complete_checkpoints,
+    write_atomic,
+)
 
 if TYPE_CHECKING:  # these import torch, but the launcher must first start its fork server
     from roll_opd.rollout.workflow_runs import FinishedGroup
     from roll_opd.workers.worker_progress import Writing
 
-STATE_FILE = "run_state.json"
 CRITIC = "critic"  # the critic's part of a checkpoint
 FOLLOWERS = "followers"  # directory with a part for each teacher that follows the student
 GROUPS = "finished_groups.pickle"  # finished groups of async rollouts on which no update has trained yet
@@ -142,7 +148,7 @@ class Checkpoints:
 
     def newest(self) -> tuple[int, Path] | None:
         """Return (step, path) of the newest complete checkpoint, or None if no checkpoint is complete."""
-        found = complete(self._run.path)[:1]
+        found = complete_checkpoints(self._run.path)[:1]
         return (int(found[0].name.removeprefix("step_")), found[0]) if found else None
 
     def forget(self) -> None:
@@ -227,7 +233,7 @@ class Checkpoints:
         os.replace(partial, target)
         _flush_directory(self._run.checkpoints)
         if self._plan.max_ckpt_to_keep:
-            for old in complete(self._run.path)[self._plan.max_ckpt_to_keep :]:
+            for old in complete_checkpoints(self._run.path)[self._plan.max_ckpt_to_keep :]:
                 self._remove(old)
 
     async def _end(self, pending: _Pending, *, wait: bool) -> None:
@@ -280,7 +286,7 @@ class Checkpoints:
         return self._run.checkpoints / f"{_PARTIAL}step_{step}"
 
     def _write_failed(self, step: int, why: str) -> str:
-        left = complete(self._run.path)
+        left = complete_checkpoints(self._run.path)
         resume = f"the last good checkpoint is {left[0]}" if left else "there is no earlier checkpoint"
         return (
             f"the checkpoint of step {step} could not be written below {self._run.checkpoints}: {why}\n"
@@ -289,16 +295,11 @@ class Checkpoints:
         )
 
 
-def complete(run: Path) -> list[Path]:
-    """Return the complete checkpoints of a run directory, newest first."""
-    return [path for path in checkpoints_of(run).values() if (path / STATE_FILE).is_file()]
-
-
 def instead_of(checkpoint: Path) -> str:
     """Return advice for the error about a damaged checkpoint: the checkpoint from which to resume instead."""
     path = checkpoint.resolve()
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
-    earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
+    earlier = [each for each in complete_checkpoints(path.parent.parent) if steps[each] < steps.get(path, 0)]
     if earlier:
         return f"resume from the checkpoint before it with resume_from_checkpoint={earlier[0]}"
     return "start a new run with resume_from_checkpoint=false: there is no earlier checkpoint"
@@ -322,7 +323,7 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
             f" resume from it, move it to checkpoints/{path.name.removeprefix(SUPERSEDED).split('.')[0]} of a new"
             " directory and name that directory"
         )
-    newest = next((checkpoint for run in runs for checkpoint in complete(run)[:1]), None)
+    newest = next((checkpoint for run in runs for checkpoint in complete_checkpoints(run)[:1]), None)
     if newest is None and plan.resume is True:
         return None
     return Checkpoint.read(newest or path)

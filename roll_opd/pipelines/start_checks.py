@@ -36,7 +36,6 @@ from roll_opd.pipelines.checkpoints import (
     ADAPTER,
     CRITIC,
     FOLLOWERS,
-    STATE_FILE,
     Checkpoint,
     CheckpointError,
     damage,
@@ -46,6 +45,7 @@ from roll_opd.pipelines.checkpoints import (
 from roll_opd.pipelines.settings_history import History
 from roll_opd.pipelines.user_code import task_keys
 from roll_opd.rewards import reward_registry as rewards
+from roll_opd.tracking.run_directory import STATE_FILE
 
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # names in torch.cpu.get_capabilities: two for x86, one for ARM
 CLUSTER_SECONDS = 5.0  # time in which a Ray cluster must answer

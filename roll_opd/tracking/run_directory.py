@@ -43,6 +43,7 @@ RUN_FACTS = "run.json"
 RESUMING = "resuming_after"  # key of run.json while a resume changes the directory: the step
 TEACHER_ANSWERS = "teacher_answers"
 CHECKPOINTS, STEP, SUPERSEDED = "checkpoints", "step_", "superseded_"  # directory and name prefixes of checkpoints
+STATE_FILE = "run_state.json"  # the last file of a checkpoint
 # JSON Lines with a `step` in each row
 STEP_FILES = (METRICS, SAMPLES, PROMPTS, LEDGER, SKIPPED_SAMPLES, VALIDATION_SAMPLES)
 
@@ -217,6 +218,11 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
     names = {path: path.name.removeprefix(STEP) for path in (run / CHECKPOINTS).glob(f"{STEP}*")}
     found = {int(name): path for path, name in names.items() if name.isdecimal()}
     return dict(sorted(found.items(), reverse=True))
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Return the complete checkpoints of a run directory, newest first."""
+    return [path for path in checkpoints_of(run).values() if (path / STATE_FILE).is_file()]
 
 
 def _set_aside(checkpoint: Path) -> Path:

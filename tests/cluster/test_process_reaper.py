@@ -23,7 +23,7 @@ time.sleep(60)
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
-from roll_opd.cluster.process_reaper import guarded
+from roll_opd.cluster.process_reaper import POLL_INTERVAL_S, guarded
 with guarded() as reaper:
     reaper.remove_at_the_end(Path(sys.argv[1]))
     reaper.copy_at_the_end(Path(sys.argv[1]) / "logs", Path(sys.argv[1]).parent / "kept 1" / "ray")
@@ -33,7 +33,7 @@ with guarded() as reaper:
     reaper.remove_at_the_end(beside, "session_*")
     reaper.cancel_removal(beside, "session_*")
     child = subprocess.Popen([sys.executable, "-c", sys.argv[3]], start_new_session=True)
-    time.sleep(2.5)  # the reaper looks once a second
+    time.sleep(2 * POLL_INTERVAL_S + 0.5)
     print(child.pid, flush=True)
     if sys.argv[2] == "wait":
         time.sleep(60)

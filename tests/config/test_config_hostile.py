@@ -47,6 +47,7 @@ YAML: dict[str, tuple[str | bytes, str]] = {
     "Latin-1": ("a: 1\nb: é\n".encode("latin-1"), "line 2: not UTF-8"),
     "UTF-16": ("a: 1\n".encode("utf-16"), "not UTF-8"),
     "an object": ("a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+    "a path": ("a: !!python/object/apply:pathlib.PosixPath [/data]\n", "a: is a Python object"),
     "binary data": ("exp_name: !!binary aGVsbG8=\n", "binary"),
     "a number of many digits": (f"seed: {'9' * 5000}\n", "run.yaml"),
     "a number of many bits": (f"seed: 0x{'f' * 5000}\n", "20000 bits"),

@@ -49,7 +49,7 @@ def send(engine: Running, tensors: dict[str, torch.Tensor], buckets: int = 3) ->
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model_path: str) -> Iterator[Running]:
+def engine(tiny_model_path: str, warm: None) -> Iterator[Running]:
     yield from running(tiny_model_path, adapter=LoraPlan(LAYERS, RANK, ALPHA))
 
 

@@ -10,7 +10,7 @@ import torch
 from runs import REPOSITORY, Run, launch
 from safetensors.torch import load_file
 
-from roll_opd.pipelines.checkpoints import STATE_FILE
+from roll_opd.tracking.run_directory import STATE_FILE
 
 SFT = {"launcher": "start_sft_pipeline.py", "config": ("demo", "sft")}
 ARGS = "sft_train.training_args"

@@ -12,11 +12,11 @@ from states import write_state
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CheckpointPlan
-from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, damage, find
+from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, damage, find
 from roll_opd.pipelines.run_pipeline import own_directory
 from roll_opd.pipelines.settings_history import History, begun
 from roll_opd.planner.load_plan import load_plan
-from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.run_directory import STATE_FILE, RunDirectory, complete_checkpoints
 from roll_opd.workers.worker_progress import Writing
 
 
@@ -49,7 +49,7 @@ def test_a_file_that_a_rank_has_written_and_nobody_sees(tmp_path: Path, lost: st
         await checkpoints.write(1, save, {})
         checkpoints.mark_logged()
         await checkpoints.commit(wait=True)
-        assert [path.name for path in complete(run.path)] == ["step_1"]
+        assert [path.name for path in complete_checkpoints(run.path)] == ["step_1"]
         await checkpoints.write(2, lambda directory: save(directory, lost), {})
         checkpoints.mark_logged()
         await checkpoints.commit(wait=True)
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_while_another_driver_looks_at_it(tmp_path: Path, mon
         own_directory(plan, resumed, begun(plan)),
     ):
         pass
-    assert complete(run) == [later, later.with_name("step_4")]
+    assert complete_checkpoints(run) == [later, later.with_name("step_4")]
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     with own_directory(plan, resumed, begun(plan)) as directory:
         assert directory.path == run and not directory.set_aside
@@ -135,7 +135,7 @@ def test_a_checkpoint_keeps_the_date_of_its_run(tmp_path: Path, kept: bool) -> N
         await checkpoints.commit(wait=True)
 
     asyncio.run(step())
-    (path,) = complete(run.path)
+    (path,) = complete_checkpoints(run.path)
     assert Checkpoint.read(path).began == (began if kept else None)
     (run.path / "run.json").write_text(json.dumps({"started": "2026-02-28T23:59:58Z"}))
     local = datetime(2026, 2, 28, 23, 59, 58, tzinfo=UTC).astimezone().replace(tzinfo=None)

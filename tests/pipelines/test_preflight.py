@@ -23,7 +23,7 @@ from roll_opd.inference import cpu_attention
 from roll_opd.inference.engine_arguments import CPU_BLOCK_MULTIPLE
 from roll_opd.pipelines import check_machine
 from roll_opd.pipelines.check_machine import machine_problems, other_blocks
-from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
+from roll_opd.pipelines.checkpoints import Checkpoint
 from roll_opd.pipelines.start_checks import (
     checkpoint_problems,
     cluster_problems,
@@ -32,6 +32,7 @@ from roll_opd.pipelines.start_checks import (
     preflight,
 )
 from roll_opd.planner.load_plan import load_plan
+from roll_opd.tracking.run_directory import STATE_FILE
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 

@@ -16,7 +16,7 @@ from stage import SHORT, WITH_TEACHER, Stage, frozen, optimizer_of
 
 from roll_opd.tracking.audit import audit
 
-STEPS = 4
+STEPS = 5
 # One teacher is the untrained student itself, so its log-probs are known
 TEACHERS = (
     frozen("teacher.good", "teacher", "[0,1]", 2, "tag_included: [odd]", "opd_kl_coef: 0.5"),
@@ -152,15 +152,22 @@ def test_killed_in_a_step_and_resumed_equals_uninterrupted(
     place, victims = tmp_path / "killed", {1: "ray::RolloutWorker", 2: "ray::TrainWorker"}  # by finished steps
     experiment, settings = place / "demo", (*settings, "exp_name=demo")
 
-    def in_step_4() -> bool:
+    def in_last_step() -> bool:
         steps = max((len(path.read_text().splitlines()) for path in experiment.glob("*/prompts.jsonl")), default=0)
         if steps in victims:
             of_run(place, victims.pop(steps))[0].kill()
-        return steps == 3
+        return steps == STEPS - 1
 
-    killed = launch(place, *settings, kill_when=in_step_4, launcher=RLVR, config=WITH_TEACHER)
+    killed = launch(place, *settings, kill_when=in_last_step, launcher=RLVR, config=WITH_TEACHER)
     assert killed.code == -9, killed.output[-4000:]
-    assert not victims and len(killed.rows("losses.jsonl")) == 2
+    assert not victims
+    (engine, student), (_, *found), (_, *wanted) = (
+        run.rows(name) for run, name in ((killed, "losses.jsonl"), (killed, "metrics.jsonl"), (mixed, "metrics.jsonl"))
+    )
+    assert engine["what"].startswith("actor_infer, engine 0") and student["why"].startswith("actor_train, rank 0")
+    assert len(found) >= STEPS - 2
+    for name in ("actor/total_loss", "actor/grad_norm", "critic/rewards/mean"):
+        assert [row[name] for row in found] == [row[name] for row in wanted[: len(found)]], name
     assert not (killed.path / f"checkpoints/step_{STEPS}").exists()
     again = "resume_from_checkpoint=true"
     resumed = stage.run(*settings, again, config=WITH_TEACHER, place=place, name="demo")

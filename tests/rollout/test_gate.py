@@ -104,7 +104,7 @@ def differ(group: list[Sample]) -> bool:
 
 @pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
 @pytest.mark.parametrize("bound", [0, 1, 3])
-@pytest.mark.parametrize("seeds", repeats(8, 25))
+@pytest.mark.parametrize("seeds", repeats(12, 24))
 def test_no_order_of_events_deadlocks_or_exceeds_the_bound(
     make_source: Any, bound: int, passes: Any, seeds: int
 ) -> None:

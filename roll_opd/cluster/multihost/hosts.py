@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.base import hub
+from roll_opd.base.command_line import RUN_ID
 from roll_opd.cluster.lost_processes import ClusterError
 from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.host_facts import LaunchedHost, LaunchError
@@ -84,7 +85,6 @@ class HeartbeatChannel:
 DOWNLOAD_TIMEOUT_S = 86400.0  # seconds for a host to download models; a lost host is noticed earlier
 CHECK_TIMEOUT_S = 60.0  # seconds for a host to report its files
 JOIN_GRACE_S = 10.0  # seconds to wait for hosts that have not joined, to report a failed start to them
-RUN = "ROLL_OPD_RUN"  # environment variable: id of the run over all its attempts
 
 
 class Hosts:
@@ -100,7 +100,7 @@ class Hosts:
             LaunchError: if the port is in use.
         """
         self._host, self._again = host, again
-        self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
+        self._run = os.environ.get(RUN_ID, "") or uuid.uuid4().hex
         self._late = JOIN_GRACE_S  # seconds for which `end` waits for missing hosts
         self.warm: dict[str, Any] = {}  # request for the `ForkServer` of each other host
         self._inbox: queue.Queue[tuple[HeartbeatChannel, dict[str, Any] | None]] = queue.Queue()

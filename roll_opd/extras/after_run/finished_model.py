@@ -8,9 +8,9 @@ from roll_opd.config.plan import DataPlan, RunPlan, SamplingPlan
 from roll_opd.extras.report.run_files import find_run
 from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.models.weight_files import weight_problems
-from roll_opd.pipelines.checkpoints import HF, complete
+from roll_opd.pipelines.checkpoints import HF
 from roll_opd.planner.load_plan import plan_of_run
-from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.run_directory import RunDirectory, complete_checkpoints
 
 ANSWER_TOKENS = 512  # of a model without a run
 
@@ -83,7 +83,7 @@ def _plain(path: Path, title: str) -> FinishedModel:
 
 def _checkpoint(run: Path, step: int | None) -> tuple[Path, int]:
     """Return the model of a checkpoint and its step."""
-    steps = {int(path.name.rpartition("_")[2]): path for path in complete(run)}
+    steps = {int(path.name.rpartition("_")[2]): path for path in complete_checkpoints(run)}
     if not steps:
         raise NotUsable(f"{run} has no complete checkpoint; train until one is written (save_steps)")
     if step is not None and step not in steps:

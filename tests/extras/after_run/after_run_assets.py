@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 from roll_opd.commands.init_project import write
-from roll_opd.pipelines.checkpoints import HF, STATE_FILE
+from roll_opd.pipelines.checkpoints import HF
+from roll_opd.tracking.run_directory import STATE_FILE
 
 
 def project_with_run(place: Path, model: str = "student") -> Path:
