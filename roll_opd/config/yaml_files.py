@@ -14,7 +14,7 @@ from hydra.core.singleton import Singleton
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 from omegaconf._utils import OmegaConfDumper, get_yaml_loader
-from yaml.cyaml import CParser
+from yaml._yaml import CParser
 from yaml.reader import Reader
 
 from roll_opd.base.failures import ConfigError, os_sentence
@@ -42,7 +42,7 @@ class _Dumper(yaml.CSafeDumper):
 def _as_read_by_omegaconf(dumper: Any, text: str) -> yaml.ScalarNode:
     """Quote what OmegaConf would read as a number or boolean; escape what it would read as an interpolation."""
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    return cast(yaml.ScalarNode, OmegaConfDumper.str_representer(dumper, escaped))
+    return OmegaConfDumper.str_representer(dumper, escaped)
 
 
 _Dumper.add_representer(str, _as_read_by_omegaconf)
@@ -50,7 +50,7 @@ _Dumper.add_representer(str, _as_read_by_omegaconf)
 
 def yaml_text(values: Any) -> str:
     """Return plain values as YAML text, which Hydra reads as the same values."""
-    return cast(str, yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
+    return yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
 class CheckedFiles(FileConfigSource):
