@@ -125,7 +125,7 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0  # consecutive failures
         self._failing_since = self._resume_at = self._next_turn = 0.0  # time on the monotonic clock
-        self.last_failure = ""
+        self.last_failure = self._last_kind = ""
 
     async def ask(self, body: Any, read: Callable[[Any], Answer], errors: Counter[str]) -> Answer:
         """Send a request; return the JSON response, parsed by `read`.
@@ -194,7 +194,7 @@ class Endpoint:
                 _log.warning("%s recovered after %.0f s", self.shown_url, now - self._failing_since)
             self._failures = 0
             return
-        self.last_failure = f"{failed.kind}: {failed}"
+        self.last_failure, self._last_kind = f"{failed.kind}: {failed}", failed.kind
         if self._failures == 0:
             self._failing_since = now
         self._failures += 1
@@ -233,7 +233,8 @@ class Endpoint:
         if waited >= self._retry_seconds:
             raise GaveUp(
                 "down",
-                f"{self._place}: requests have failed for {waited:.0f} s, the last with {self.last_failure}; gave up",
+                f"{self._place}: requests have failed for {waited:.0f} s, the last with {self.last_failure}; "
+                + self._remedy(self._last_kind),
             )
 
     async def _turn(self) -> None:
@@ -286,10 +287,11 @@ class Endpoint:
 
     def _message(self, failed: AttemptFailed, attempts: int) -> str:
         tried = f" ({attempts} attempts)" if attempts > 1 else ""
-        advice = self._advice.get(failed.kind, "check the server's log")
-        if self._proxy:
-            advice += f"; if the proxy cannot reach {self._url.host}, add it to NO_PROXY"
-        return f"{self._place}: {failed.kind}{tried}: {failed}; {advice}"
+        return f"{self._place}: {failed.kind}{tried}: {failed}; {self._remedy(failed.kind)}"
+
+    def _remedy(self, kind: str) -> str:
+        advice = self._advice.get(kind, "check the server's log")
+        return f"{advice}; if the proxy cannot reach {self._url.host}, add it to NO_PROXY" if self._proxy else advice
 
 
 def _delay(failing_for: float) -> float:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from roll_opd.config.plan import CheckpointPlan
-from roll_opd.pipelines.checkpoints import GROUPS, Checkpoint, CheckpointError, Checkpoints, complete, damage
+from roll_opd.pipelines.checkpoints import GROUPS, Checkpoint, CheckpointError, Checkpoints, damage
 from roll_opd.rollout.workflow_runs import FinishedGroup
-from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.run_directory import RunDirectory, complete_checkpoints
 from roll_opd.workers.worker_progress import Writing
 
 
@@ -72,8 +72,8 @@ def test_what_another_host_has_written_elsewhere_is_missed(tmp_path: Path, share
 
     if shared:
         asyncio.run(write())
-        assert [path.name for path in complete(run.path)] == ["step_1"]
+        assert [path.name for path in complete_checkpoints(run.path)] == ["step_1"]
     else:
         with pytest.raises(CheckpointError, match=r"rank_1 and 0 more files were written on another node"):
             asyncio.run(write())
-        assert complete(run.path) == [] and not list(run.checkpoints.iterdir())
+        assert complete_checkpoints(run.path) == [] and not list(run.checkpoints.iterdir())

@@ -29,6 +29,7 @@ from roll_opd.teachers.teacher_preflight import (
     PREFLIGHT_SAMPLES,
     _chosen,
 )
+from tests.cover import tiered
 
 pytestmark = pytest.mark.slow
 EXAMPLES = REPOSITORY / "examples"
@@ -154,7 +155,7 @@ def read(model: PreTrainedModel, sample: Sample) -> np.ndarray:
     return logprobs.gather(1, torch.from_numpy(sample.response_tokens)[:, None])[:, 0].numpy()
 
 
-@pytest.fixture(scope="module", params=GAMES)
+@pytest.fixture(scope="module", params=tiered(GAMES, ["sokoban"]))
 def game(request: pytest.FixtureRequest) -> Played:
     student_path, teacher_path = (EXAMPLES / GAMES[request.param][0].format(role) for role in ("student", "teacher"))
     student, teacher = (

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from roll_opd.base.failures import ConfigError
-from roll_opd.pipelines.checkpoints import complete
 from roll_opd.tracking.phase_clock import PHASES
 from roll_opd.tracking.run_directory import (
     METRICS,
@@ -18,6 +17,7 @@ from roll_opd.tracking.run_directory import (
     SAMPLES,
     STEP_FILES,
     RunDirectory,
+    complete_checkpoints,
     lock_run,
     read_jsonl,
     to_json,
@@ -76,7 +76,7 @@ def test_a_resume_renames_later_checkpoints(tmp_path: Path) -> None:
         names = [f"superseded_step_{step}.{attempt}" for step in (10, 9)]
         assert [path.name for path in again.set_aside] == names
         assert all((path / "run_state.json").read_text() == f"{attempt}" for path in again.set_aside)
-        assert complete(run.path) == [run.checkpoint(2)]
+        assert complete_checkpoints(run.path) == [run.checkpoint(2)]
     assert RunDirectory.resume(run.path, step=2).set_aside == ()
 
 
