@@ -7,6 +7,7 @@ are narrower than a real model. README.md explains the columns.
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import math
@@ -105,6 +106,8 @@ def measure(case: str, rounds: int, earlier: Path | None, result: Path) -> None:
     size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in full.values())
     whole = torch.zeros(size, dtype=torch.uint8)
     memories = [BucketMemory(), BucketMemory()]
+    gc.collect()
+    gc.freeze()  # as in the processes of a run, which are forks of a server with frozen objects
 
     def rank_0s() -> Iterator[Any]:
         return (stack for stack in plan.stacks(Receivers.FIRST) if stack[1] is not None)

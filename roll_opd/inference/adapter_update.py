@@ -16,7 +16,14 @@ from torch import Tensor
 from roll_opd.config.plan import LoraPlan
 from roll_opd.models.adapter_files import CONFIG, WEIGHTS, adapted_modules, adapter_config, tensor_name
 from roll_opd.models.model_info import read_model
-from roll_opd.samples.weight_bucket import map_bucket, row_checksums, sampled_rows
+from roll_opd.samples.weight_bucket import (
+    dtype_name,
+    map_bucket,
+    row_checksums,
+    sampled_rows,
+    sent_checksums,
+    sent_tensors,
+)
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -41,12 +48,12 @@ class AdapterUpdate:
 
         Raises ValueError for a matrix that was sent twice or that is not expected, and RuntimeError for wrong values.
         """
-        entries = {entry["name"]: entry for entry in bucket["tensors"]}
-        for name, tensor in map_bucket(bucket["path"], bucket["size"], bucket["tensors"])[1]:
+        sent = sent_tensors(bucket["stacks"])
+        for name, tensor in map_bucket(bucket["path"], bucket["size"], bucket["stacks"])[1]:
             if name not in self._missing:
                 raise ValueError(f"{name} was sent twice, or is no matrix of the adapter")
-            entry = entries[name]
-            if row_checksums(tensor, sampled_rows(len(tensor))) != entry["fingerprint"][entry["dtype"]]:
+            expected = sent_checksums(sent[name], dtype_name(tensor.dtype))
+            if row_checksums(tensor, sampled_rows(len(tensor))) != expected:
                 raise RuntimeError(f"{name} differs from the sent matrix")
             self._missing.remove(name)
             self._tensors[name] = tensor.clone()

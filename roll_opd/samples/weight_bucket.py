@@ -5,6 +5,7 @@ the bucket exits, even if SIGKILL ends this process. Readers on the same machine
 `/proc/<pid>/fd/<fd>`.
 """
 
+import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +21,10 @@ ALIGNMENT = 64  # bytes; the size of a cache line, and more than any dtype needs
 SAMPLED_ROWS = 4  # number of rows of a matrix that are sampled for its fingerprint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# place of a bucket (`path`, `size`), and name, dtype, shape, offset and fingerprint of each of its `tensors`; only
+# place of a bucket (`path`, `size`), and an entry for each of its `stacks` (see `entry_of`) with its `offset`; only
 # builtin types, because it is sent to other processes
 Description = dict[str, Any]
+Sent = tuple[dict[str, Any], int]  # a sent tensor: entry of its stack, and its number in the stack
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -76,22 +78,22 @@ def _multipliers(length: int) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (length,), generator=generator, device="cpu") | 1
 
 
-def fingerprints(tensors: torch.Tensor, model_dtype: torch.dtype) -> list[dict[str, list[int]]]:
-    """Return, for each tensor of a stack, a map from dtype names to the checksum of each sampled row.
+def fingerprint(tensors: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[list[int]]]:
+    """Return a map from dtype names to the checksums of each sampled row, one checksum per tensor of a stack.
 
-    The map has an entry for the dtype of the tensor and one for the dtype of the model. For each entry, the rows are
+    The map has an entry for the dtype of the tensors and one for the dtype of the model. For each entry, the rows are
     converted to its dtype. A vector counts as one row. At most `SAMPLED_ROWS` rows of a matrix are read, to save time.
     """
     of_tensors = tensors.detach()
     picked = [of_tensors] if tensors.ndim == 2 else [of_tensors[:, row] for row in sampled_rows(tensors.shape[1])]
-    rows = torch.stack(picked, 1).flatten(2)
-    found = {dtype_name(d): checksums(rows.to(d)).tolist() for d in {tensors.dtype, model_dtype}}
-    return [dict(zip(found, of_dtypes, strict=True)) for of_dtypes in zip(*found.values(), strict=True)]
+    rows = torch.stack(picked).flatten(2)
+    return {dtype_name(dtype): checksums(rows.to(dtype)).tolist() for dtype in {tensors.dtype, model_dtype}}
 
 
-def entries_of(names: Sequence[str], tensors: torch.Tensor, model_dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return the descriptions of the tensors of a stack for readers, without their offsets.
+def entry_of(names: Sequence[str], tensors: torch.Tensor, model_dtype: torch.dtype) -> dict[str, Any]:
+    """Return the names, dtype, shape and fingerprint of the tensors of a stack, for readers.
 
+    A stack has one entry, because objects for each tensor of a mixture of experts would take longer than its copy.
     Raises ValueError if the tensors have a shape or dtype that a weight cannot have.
     """
     shape, dtype = list(tensors.shape[1:]), dtype_name(tensors.dtype)
@@ -99,10 +101,20 @@ def entries_of(names: Sequence[str], tensors: torch.Tensor, model_dtype: torch.d
         raise ValueError(
             f"weight {names[0]!r} has shape {tuple(shape)}: expected at least one dimension, and no dimension of size 0"
         )
-    return [
-        {"name": name, "dtype": dtype, "shape": shape, "fingerprint": fingerprint}
-        for name, fingerprint in zip(names, fingerprints(tensors, model_dtype), strict=True)
-    ]
+    found = fingerprint(tensors, model_dtype)
+    return {"names": list(names), "dtype": dtype, "shape": shape, "fingerprint": found}
+
+
+def sent_tensors(entries: Iterable[dict[str, Any]]) -> dict[str, Sent]:
+    """Return the sent tensors by name."""
+    return {name: (entry, number) for entry in entries for number, name in enumerate(entry["names"])}
+
+
+def sent_checksums(sent: Sent, dtype: str) -> list[int] | None:
+    """Return the checksum of each sampled row of a sent tensor in a dtype. None if the entry has no such dtype."""
+    entry, number = sent
+    rows = entry["fingerprint"].get(dtype)
+    return rows and [of_tensors[number] for of_tensors in rows]
 
 
 class BucketMemory:
@@ -127,7 +139,7 @@ class BucketMemory:
         An empty bucket has room for one tensor of any size.
         """
         free = limit - self.size - tensors[0].nbytes
-        return max(1 + free // _stride(tensors), 0 if self._entries else 1)
+        return max(1 + free // _stride(tensors[0].nbytes), 0 if self._entries else 1)
 
     def add(self, name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> None:
         """Copy a tensor into the bucket. The tensor may be fp32, bf16 or fp16, and on any device."""
@@ -135,16 +147,12 @@ class BucketMemory:
 
     def add_stack(self, names: Sequence[str], tensors: torch.Tensor, model_dtype: torch.dtype) -> None:
         """Copy the tensors of a stack into the bucket, each of them aligned."""
-        entries = entries_of(names, tensors, model_dtype)
-        stride, count = _stride(tensors), len(names)
-        start, end = self.size, self.size + stride * count
+        entry = entry_of(names, tensors, model_dtype) | {"offset": self.size}
+        end = self.size + _stride(tensors[0].nbytes) * len(names)
         if end > self._memory.numel():
             self._grow(end)
-        values = self._memory[start:end].view(tensors.dtype).view(count, -1)[:, : tensors[0].numel()]
-        values.unflatten(1, tensors.shape[1:]).copy_(tensors.detach())
-        for number, entry in enumerate(entries):
-            entry["offset"] = start + number * stride
-        self._entries += entries
+        _stacked(self._memory, entry).copy_(tensors.detach())
+        self._entries.append(entry)
         self.size = end
 
     def fill(self, content: np.ndarray, description: Description) -> None:
@@ -157,7 +165,7 @@ class BucketMemory:
         if len(content) > self._memory.numel():
             self._grow(len(content))
         self._memory.numpy()[: len(content)] = content
-        self._entries, self.size = description["tensors"], len(content)
+        self._entries, self.size = description["stacks"], len(content)
 
     def content(self) -> np.ndarray:
         """Return the bucket's bytes, as a view uint8 [size]. The view is valid until the next bucket is written."""
@@ -167,7 +175,7 @@ class BucketMemory:
         """Return the arguments of `map_bucket`. Raises ValueError if the bucket is empty."""
         if not self._entries:
             raise ValueError("an empty weight bucket: every bucket of an update must hold at least one tensor")
-        return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "size": self.size, "tensors": self._entries}
+        return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "size": self.size, "stacks": self._entries}
 
     def close(self) -> None:
         """Release the memory. Processes that have mapped it keep their mappings."""
@@ -182,9 +190,18 @@ class BucketMemory:
         self._memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
 
 
-def _stride(tensors: torch.Tensor) -> int:
-    """Return the bytes of a tensor of a stack in a bucket, with the padding that aligns the next one."""
-    return -(-tensors[0].nbytes // ALIGNMENT) * ALIGNMENT
+def _stride(size: int) -> int:
+    """Return the bytes of a tensor of `size` bytes in a bucket, with the padding that aligns the next one."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _stacked(memory: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
+    """Return the tensors of a stack in a bucket, [tensors, ...], as a view of its memory, uint8 [size]."""
+    dtype, shape, count = DTYPES[entry["dtype"]], entry["shape"], len(entry["names"])
+    length = math.prod(shape)
+    end = entry["offset"] + _stride(length * dtype.itemsize) * count
+    values = memory[entry["offset"] : end].view(dtype).view(count, -1)
+    return values[:, :length].unflatten(1, shape)
 
 
 def bucketed(
@@ -223,7 +240,7 @@ def bucketed(
 
 
 def map_bucket(
-    path: str, size: int, tensors: Iterable[dict[str, Any]]
+    path: str, size: int, stacks: Iterable[dict[str, Any]]
 ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
     """Return (memory, tensors) of a bucket. The tensors are views that keep the memory, uint8 [size], alive.
 
@@ -235,10 +252,4 @@ def map_bucket(
         memory = torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:
         os.close(descriptor)
-    return memory, [(entry["name"], _view(memory, entry)) for entry in tensors]
-
-
-def _view(memory: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
-    dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return memory[entry["offset"] : entry["offset"] + size].view(dtype).view(shape)
+    return memory, [pair for entry in stacks for pair in zip(entry["names"], _stacked(memory, entry), strict=True)]

@@ -26,7 +26,7 @@ else:
 class SentEntries:
     """Fields that only the last message of an update sets: `version`, and the `entries` of all tensors that were sent.
 
-    See `weight_bucket.entries_of` for the format of an entry.
+    See `weight_bucket.entry_of` for the format of an entry.
     """
 
     entries: list[dict[str, Any]] | None = None

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from roll_opd.inference.plugin import CUDA_IPC
 from roll_opd.megatron.weights.sync_plan import Receivers, Stack, SyncPlan, unstacked
 from roll_opd.models.engine_options import DTYPE_NAMES
-from roll_opd.samples.weight_bucket import DTYPES, entries_of
+from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
 BUFFER_BYTES = 256 * 2**20  # GPU memory of a buffer; with NCCL, sender and receiver have two buffers each
 
@@ -121,7 +121,7 @@ class StudentSource(WeightSource):
     def _record(self, stacks: Iterable[Stack]) -> None:
         if dist.get_rank() == 0:
             for names, tensors in stacks:
-                self.entries += [] if tensors is None else entries_of(names, tensors, self._model_dtype)
+                self.entries += [] if tensors is None else [entry_of(names, tensors, self._model_dtype)]
 
 
 class SentWeights(Protocol):

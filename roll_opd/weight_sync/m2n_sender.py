@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 from roll_opd.megatron.weights.sync_plan import FullTensor, Owner, Seat, SyncPlan
 from roll_opd.models.engine_options import DTYPE_NAMES
 from roll_opd.models.weight_files import EMBEDDING, HEAD
-from roll_opd.samples.weight_bucket import DTYPES, dtype_name, entries_of
+from roll_opd.samples.weight_bucket import DTYPES, entry_of
 from roll_opd.weight_sync.cuda_sender import WeightSyncClient, nbytes
 
 
@@ -100,13 +100,10 @@ class OwnerSource(M2NWeightSource):
         self.entries = []
         for name, tensor in self._plan.shares(self._owner, self._whole):
             if name in self._whole and not self._seat.number:
-                self.entries += entries_of([name], tensor[None], self._model_dtype)
+                self.entries.append(entry_of([name], tensor[None], self._model_dtype))
             yield name, tensor
-        self.entries += [
-            {"name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape), "fingerprint": {}}
-            for one in self._tensors
-            if one.name not in self._whole
-        ]
+        parts = [one.name for one in self._tensors if one.name not in self._whole]
+        self.entries.append({"names": parts, "shape": [], "fingerprint": {}})  # engines count these values
 
 
 class OwnerClient(WeightSyncClient):

@@ -28,7 +28,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
     path: str
     size: int
-    tensors: list[dict[str, Any]]
+    stacks: list[dict[str, Any]]
     version: int
 
 
@@ -61,9 +61,9 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         may therefore overwrite the bucket after this call.
         """
         assert self._verifier is not None
-        self._verifier.expect(update_info.tensors, update_info.version)
+        self._verifier.expect(update_info.stacks, update_info.version)
         try:
-            memory, weights = map_bucket(update_info.path, update_info.size, update_info.tensors)
+            memory, weights = map_bucket(update_info.path, update_info.size, update_info.stacks)
         except OSError as error:
             raise RuntimeError(
                 f"cannot map the weight bucket {update_info.path}: {error}. The shared_memory backend requires that the"

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from roll_opd.samples.weight_bucket import row_checksums, sampled_rows
+from roll_opd.samples.weight_bucket import Sent, row_checksums, sampled_rows, sent_checksums, sent_tensors
 
 
 class WeightVerifier:
@@ -30,20 +30,20 @@ class WeightVerifier:
         # this logger warns of layers without weights at every update; `incomplete_layers` checks these layers instead
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._model = model
-        self._sent: dict[str, dict[str, Any]] = {}  # tensor name -> its entry (see `weight_bucket.entries_of`)
+        self._sent: dict[str, Sent] = {}
         self._version = 0
         self._tied_heads = tied_heads(model)
         self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         reset_expert_kernels(model)
 
     def expect(self, entries: Iterable[dict[str, Any]], version: int) -> None:
-        """Record the entries of the sent tensors. Raises ValueError if a tensor was sent twice."""
-        found = {entry["name"]: entry for entry in entries}
+        """Record the entries of sent stacks. Raises ValueError if a tensor was sent twice."""
+        found = sent_tensors(entries)
         if repeated := sorted(found.keys() & self._sent.keys()):
             raise ValueError(f"weights sent twice in one update: {_listed(repeated)}")
         self._sent |= found
-        for name, entry in found.items() if self._mapper else ():  # the model's modules may have other names
-            self._sent.setdefault(self._mapper.map_name(name) or name, entry)
+        for name, sent in found.items() if self._mapper else ():  # the model's modules may have other names
+            self._sent.setdefault(self._mapper.map_name(name) or name, sent)
         self._version = version
 
     def finish(self, finalize: Callable[[], None], received: Collection[str] = ()) -> int:
@@ -129,7 +129,7 @@ def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) 
     return missing
 
 
-def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], version: int) -> None:
+def verify_model(model: torch.nn.Module, sent: dict[str, Sent], version: int) -> None:
     """Compare the model's vectors and embeddings with the sent tensors by fingerprints.
 
     Matrices of linear layers are not compared, because vLLM fuses, packs or shards them. Raises RuntimeError if a value
@@ -137,7 +137,7 @@ def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], versio
 
     Args:
         model: the vLLM model.
-        sent: entry of each sent tensor, by name.
+        sent: the sent tensors by name.
         version: version of the weights, for error messages.
     """
     compared, different = 0, []
@@ -159,10 +159,10 @@ def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], versio
         )
 
 
-def matches_fingerprint(layer: torch.nn.Module, parameter: torch.Tensor, entry: dict[str, Any]) -> bool | None:
-    """Return whether a parameter has the fingerprint in `entry`. Return None if the two cannot be compared."""
-    expected = entry["fingerprint"].get(str(parameter.dtype).removeprefix("torch."))
-    shape = entry["shape"]
+def matches_fingerprint(layer: torch.nn.Module, parameter: torch.Tensor, sent: Sent) -> bool | None:
+    """Return whether a parameter has the fingerprint of a sent tensor. Return None if the two cannot be compared."""
+    expected = sent_checksums(sent, str(parameter.dtype).removeprefix("torch."))
+    shape = sent[0]["shape"]
     if expected is None or parameter.ndim != len(shape):
         return None
     if parameter.ndim == 1:

@@ -203,7 +203,7 @@ class FollowingWorker(Rank):
     @needs(WEIGHTS)
     def load_weights(self, bucket: Description, *, last: bool) -> None:
         """Load a bucket of the student's weights; see `MegatronFollower.follow`."""
-        _, weights = map_bucket(bucket["path"], bucket["size"], bucket["tensors"])
+        _, weights = map_bucket(bucket["path"], bucket["size"], bucket["stacks"])
         self._engine.follow(dict(weights), last=last)
 
     @needs(NOTHING)

@@ -52,15 +52,15 @@ def test_weights_sent_twice_fail_the_update(engine: Running) -> None:
 
 def test_weights_changed_in_transfer_fail_the_update(engine: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fingerprint is computed from the source; here the memory is changed afterwards."""
-    honest = weight_bucket.fingerprints
+    honest = weight_bucket.fingerprint
 
-    def taken_before_a_bit_flips(tensors: torch.Tensor, dtype: torch.dtype) -> list[dict[str, list[int]]]:
+    def taken_before_a_bit_flips(tensors: torch.Tensor, dtype: torch.dtype) -> dict[str, list[list[int]]]:
         result = honest(tensors, dtype)
         if tensors.shape[1:] == (64,):
             tensors[:, 3] += 2e-7 * MAX_MODEL_LEN
         return result
 
-    monkeypatch.setattr(weight_bucket, "fingerprints", taken_before_a_bit_flips)
+    monkeypatch.setattr(weight_bucket, "fingerprint", taken_before_a_bit_flips)
     said = refusal_of(engine, buckets_of(make_model(1)))
     assert "the model differs from the sent weights: model.layers.0.input_layernorm" in said
 

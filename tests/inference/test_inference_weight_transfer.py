@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll_opd.inference.plugin import BACKENDS, register
-from roll_opd.samples.weight_bucket import entries_of
+from roll_opd.samples.weight_bucket import entry_of
 
 CALLED = (  # by vLLM's worker, on our engines
     "__init__",
@@ -65,7 +65,7 @@ def test_ipc_update_info_survives_vllms_serialization() -> None:
         "names": [],
         "dtype_names": [],
         "shapes": [],
-        "entries": entries_of(["norm"], torch.ones(1, 3), torch.float32),
+        "entries": [entry_of(["norm"], torch.ones(1, 3), torch.float32)],
     }
     assert CheckedIpcUpdateInfo(**last, handles=pickle.dumps({}), version=3).version == 3
     assert CheckedNcclUpdateInfo(**last, version=3).entries == last["entries"]

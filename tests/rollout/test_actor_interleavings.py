@@ -5,6 +5,7 @@ The loop of the pipeline and its asyncio objects are real; `scripted_run` has th
 """
 
 import asyncio
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -117,6 +118,7 @@ def interrupted(make_source: Any, case: Case, seed: int, every: int, interrupt: 
     """Interrupt a run at each `every`-th of its events, and check its end; return the number of these runs."""
     whole, _ = result_of(make_source, case, seed)
     events = range(1 + seed % every, whole.events + 1, every)
+    gc.collect()  # objects that earlier tests left may warn when they are freed
     for event in events:
         loop = ScriptedLoop(seed, event, interrupt)
         try:

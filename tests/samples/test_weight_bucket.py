@@ -14,10 +14,12 @@ import torch
 from roll_opd.samples.weight_bucket import (
     BucketMemory,
     bucketed,
-    fingerprints,
+    entry_of,
     map_bucket,
     row_checksums,
     sampled_rows,
+    sent_checksums,
+    sent_tensors,
 )
 
 
@@ -66,7 +68,7 @@ def test_another_process_maps_what_was_written() -> None:
 
 def test_a_bucket_goes_to_another_host_byte_for_byte() -> None:
     memory, tensors = BucketMemory(), random_tensors()
-    memory.fill(np.zeros(9_999, np.uint8), {"tensors": []})  # a longer bucket was there before
+    memory.fill(np.zeros(9_999, np.uint8), {"stacks": []})  # a longer bucket was there before
     with shared_bucket(tensors) as description:
         content = map_bucket(**description)[0].numpy()
         memory.fill(content, description)
@@ -119,19 +121,22 @@ def test_a_fingerprint_sees_one_bit_and_the_models_precision() -> None:
     changed, swapped = vector.clone(), vector.clone()
     changed.view(torch.int32)[500] ^= 1
     swapped[[3, 4]] = vector[[4, 3]]
-    [expected, *others] = fingerprints(torch.stack([vector, changed, swapped]), torch.bfloat16)
-    assert expected["bfloat16"] == row_checksums(vector.bfloat16()[None], [0])
-    assert all(other["float32"] != expected["float32"] for other in others)
+    names = ["vector", "changed", "swapped"]
+    sent = sent_tensors([entry_of(names, torch.stack([vector, changed, swapped]), torch.bfloat16)])
+    assert sent_checksums(sent["vector"], "bfloat16") == row_checksums(vector.bfloat16()[None], [0])
+    expected, *others = (sent_checksums(sent[name], "float32") for name in names)
+    assert expected not in others and sent_checksums(sent["vector"], "float16") is None
 
 
 def test_a_stack_has_the_fingerprints_of_its_tensors() -> None:
     """Against a loop over values, in integers of any size."""
     tensors = torch.randn(3, 9, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
     factors = (torch.randint(-(2**63), 2**63 - 1, (5,), generator=torch.Generator().manual_seed(0)) | 1).tolist()
-    for matrix, found in zip(tensors, fingerprints(tensors, torch.bfloat16), strict=True):
+    sent = sent_tensors([entry_of("abc", tensors, torch.bfloat16)])
+    for matrix, name in zip(tensors, "abc", strict=True):
         rows = matrix[sampled_rows(9)].view(torch.int16).tolist()
         sums = [sum(bits * factor for bits, factor in zip(row, factors, strict=True)) for row in rows]
-        assert found == {"bfloat16": [(value + 2**63) % 2**64 - 2**63 for value in sums]}
+        assert sent_checksums(sent[name], "bfloat16") == [(value + 2**63) % 2**64 - 2**63 for value in sums]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 1000])

@@ -53,7 +53,7 @@ class Taker(BucketHost):
         return self.hold(ray.get(content[0]), bucket)
 
     def load_weights(self, bucket: Description, *, last: bool) -> None:
-        _, mapped = map_bucket(bucket["path"], bucket["size"], bucket["tensors"])
+        _, mapped = map_bucket(bucket["path"], bucket["size"], bucket["stacks"])
         self.arrived |= {name: tensor.clone() for name, tensor in mapped}
         self.complete = bucket["version"] if last else 0
 
