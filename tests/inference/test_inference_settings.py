@@ -110,3 +110,14 @@ def test_a_core_that_ends_leaves_no_file(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", script, str(tmp_path / "meeting")]
     assert subprocess.run(command, timeout=120, check=False).returncode == 0
+
+
+def test_a_model_is_inspected_without_a_new_process_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("on GPUs, an import may initialise CUDA")
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
+    plugin._inspect_here()
+    assert registry._run_in_subprocess(os.getpid) == os.getpid()
