@@ -1,7 +1,9 @@
 # `make demo` and `make test` work in a fresh clone; both set up the environment first.
 
 PYTHON_IN_VENV := .venv/bin/python
-DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
+# half of the configuration's steps
+DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill \
+	max_steps=40 eval_steps=10
 
 # Tests run in groups that share started processes (tests/groups.py). A group waits for processes a third of its time:
 # on two cores three groups at a time keep both busy.
