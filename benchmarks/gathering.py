@@ -97,6 +97,8 @@ def measure(case: str, rounds: int, earlier: Path | None, result: Path) -> None:
 
     sizes, layout = CASES[case]
     parallel.initialize(Layout(**dict[str, Any](layout)), seed=0, deterministic=False)
+    gc.collect()
+    gc.freeze()  # imported objects, as in the processes of a run: forks of a server that has frozen them
     parameters = list(shards_of(**sizes))
     heads = SliceSizes(heads=8, kv_heads=4, vocab=VOCAB, padded_vocab=VOCAB)
     began = time.perf_counter()
@@ -106,8 +108,6 @@ def measure(case: str, rounds: int, earlier: Path | None, result: Path) -> None:
     size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in full.values())
     whole = torch.zeros(size, dtype=torch.uint8)
     memories = [BucketMemory(), BucketMemory()]
-    gc.collect()
-    gc.freeze()  # as in the processes of a run, which are forks of a server with frozen objects
 
     def rank_0s() -> Iterator[Any]:
         return (stack for stack in plan.stacks(Receivers.FIRST) if stack[1] is not None)

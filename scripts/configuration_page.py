@@ -23,8 +23,9 @@ A configuration is a YAML file, read by Hydra: it may be composed from other fil
 overrides a key. A misspelt key, or a word or section of TRL, verl, NeMo-RL or axolotl, is an error that names the right
 key. [Coming from ROLL](coming-from-roll.md) lists ROLL's keys that have no effect. Options
 under `strategy_config` are passed unchanged to the engine (Megatron-core's `TransformerConfig`, vLLM's engine
-arguments), after a check against the installed version. The first plan after an installation imports both, which takes
-up to 30 s, and caches the result in `~/.cache/roll_opd/`. *Origin* is ROLL, Trinity-RFT or this package (ours).
+arguments), after a check against the installed version. `make setup` reads both and caches the result in
+`~/.cache/roll_opd/`; after another installation the first plan does this, in up to 30 s. *Origin* is ROLL, Trinity-RFT
+or this package (ours).
 
 Roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
 `teacher` ([one](#a-teacher), or a mapping of names to teachers); else `actor_train`, `actor_infer`, and if needed

@@ -3,7 +3,6 @@
 vLLM reads some environment variables at import, so this module does not import vLLM at the top.
 """
 
-import gc
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -244,9 +243,6 @@ def vllm_arguments(
     )
     arguments |= {name: plain_path(arguments[name]) for name in ("model", "tokenizer") if arguments.get(name)}
     arguments["weight_transfer_config"] = {"backend": weight_transfer}
-    # imported modules are permanent; a full garbage collection over them would stall a batch for 0.3 s
-    gc.collect()
-    gc.freeze()
     if sleeps and current_platform.is_sleep_mode_available():
         arguments["enable_sleep_mode"] = True
     return AsyncEngineArgs(**arguments)

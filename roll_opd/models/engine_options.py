@@ -158,8 +158,9 @@ def cache_fields() -> None:
     """Write the cache files that are missing. The set-up calls this after it has imported the engines."""
     with _lock() as is_writable:
         for name in CLASSES if is_writable else ():
-            if (file := _cache_file(name)) and _cached(file) is None:
-                _write(file, _fields(CLASSES[name]))
+            with suppress(Exception):  # a plan tries again, and warns
+                if (file := _cache_file(name)) and _cached(file) is None:
+                    _write(file, _fields(CLASSES[name]))
 
 
 def _query(engines: list[str], is_writable: bool) -> dict[str, dict[str, Any]]:

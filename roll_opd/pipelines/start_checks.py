@@ -149,8 +149,8 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 def package_problems() -> list[str]:
     """Return errors if installed packages break the import of models or engines, or lack a library of the system.
 
-    The broken packages are hidden in this process and its forks. They are an error nevertheless, because with GPUs
-    vLLM inspects a model that is new to it in another process.
+    The broken packages are hidden in this process and its forks. They are an error nevertheless, because other
+    processes import them: roles that are no forks, and on GPUs the one in which vLLM inspects a model.
     """
     broken = broken_companions()
     hide(broken)

@@ -94,13 +94,15 @@ def entry_of(names: Sequence[str], tensors: torch.Tensor, model_dtype: torch.dty
     """Return the names, dtype, shape and fingerprint of the tensors of a stack, for readers.
 
     A stack has one entry, because objects for each tensor of a mixture of experts would take longer than its copy.
-    Raises ValueError if the tensors have a shape or dtype that a weight cannot have.
+    Raises ValueError if the tensors have a shape or dtype that a weight cannot have, or another number than the names.
     """
     shape, dtype = list(tensors.shape[1:]), dtype_name(tensors.dtype)
     if tensors.numel() == 0 or not shape:
         raise ValueError(
             f"weight {names[0]!r} has shape {tuple(shape)}: expected at least one dimension, and no dimension of size 0"
         )
+    if len(names) != len(tensors):
+        raise ValueError(f"{len(names)} names for {len(tensors)} tensors of a stack, from {names[0]!r} on")
     found = fingerprint(tensors, model_dtype)
     return {"names": list(names), "dtype": dtype, "shape": shape, "fingerprint": found}
 
@@ -199,8 +201,7 @@ def _stacked(memory: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
     """Return the tensors of a stack in a bucket, [tensors, ...], as a view of its memory, uint8 [size]."""
     dtype, shape, count = DTYPES[entry["dtype"]], entry["shape"], len(entry["names"])
     length = math.prod(shape)
-    end = entry["offset"] + _stride(length * dtype.itemsize) * count
-    values = memory[entry["offset"] : end].view(dtype).view(count, -1)
+    values = memory.narrow(0, entry["offset"], _stride(length * dtype.itemsize) * count).view(dtype).view(count, -1)
     return values[:, :length].unflatten(1, shape)
 
 

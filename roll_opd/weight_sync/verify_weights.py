@@ -8,7 +8,8 @@ gpt-oss's attention sinks need a loader of their own during an update, which is 
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,10 +37,11 @@ class WeightVerifier:
         self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         reset_expert_kernels(model)
 
-    def expect(self, entries: Iterable[dict[str, Any]], version: int) -> None:
+    def expect(self, entries: Sequence[dict[str, Any]], version: int) -> None:
         """Record the entries of sent stacks. Raises ValueError if a tensor was sent twice."""
+        names = Counter(name for entry in entries for name in entry["names"])
         found = sent_tensors(entries)
-        if repeated := sorted(found.keys() & self._sent.keys()):
+        if repeated := sorted(name for name, times in names.items() if times > 1 or name in self._sent):
             raise ValueError(f"weights sent twice in one update: {_listed(repeated)}")
         self._sent |= found
         for name, sent in found.items() if self._mapper else ():  # the model's modules may have other names

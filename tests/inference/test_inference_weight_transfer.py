@@ -73,6 +73,13 @@ def test_ipc_update_info_survives_vllms_serialization() -> None:
         assert {"names", "dtype_names", "shapes"} <= {field.name for field in fields(kind)}
 
 
+def test_a_weight_that_one_message_has_twice_is_refused() -> None:
+    from roll_opd.weight_sync.verify_weights import WeightVerifier
+
+    with pytest.raises(ValueError, match="sent twice in one update: norm"):
+        WeightVerifier(torch.nn.Linear(3, 3)).expect([entry_of(["norm"], torch.ones(1, 3), torch.float32)] * 2, 1)
+
+
 def test_packed_weights_are_cut_alike_on_both_sides() -> None:
     """vLLM's sender packs tensors; its receiver splits them by names, dtypes and shapes, in the same order."""
     from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor

@@ -139,6 +139,16 @@ def test_a_stack_has_the_fingerprints_of_its_tensors() -> None:
         assert sent_checksums(sent[name], "bfloat16") == [(value + 2**63) % 2**64 - 2**63 for value in sums]
 
 
+def test_a_stack_needs_a_name_for_each_tensor() -> None:
+    with pytest.raises(ValueError, match="2 names for 1 tensors"):
+        entry_of(["one", "other"], torch.ones(1, 3), torch.float32)
+
+
+def test_a_cut_bucket_is_not_read() -> None:
+    with shared_bucket({"one": torch.ones(1)}) as description, pytest.raises(RuntimeError):
+        map_bucket(**description | {"size": description["size"] - 4})
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 1000])
 def test_sampled_rows_are_rows_with_both_ends(rows: int) -> None:
     picked = sampled_rows(rows)

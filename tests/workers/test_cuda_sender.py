@@ -167,7 +167,7 @@ def test_engines_read_what_each_sender_of_parts_sends(monkeypatch: pytest.Monkey
     )
     assert "nccl_m2n" in WeightTransferTrainerFactory._registry
     for number in range(2):
-        source: Any = SimpleNamespace(entries=[{"name": "w"}])
+        source: Any = SimpleNamespace(entries=[{"names": ["w"], "shape": [], "fingerprint": {}}])
         client = m2n_sender.OwnerClient([Handle(0), Handle(1)], 2, source, number, 2)
         trainer = M2NTrainerWeightTransferEngine(client=client, source=source, is_controller=True, num_trainer_ranks=4)
         trainer._src_mesh = M2NMesh((2, 2), 0)
