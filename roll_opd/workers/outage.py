@@ -15,7 +15,6 @@ A failed job of a pool waits, and the last job that succeeded runs again, as a c
 import asyncio
 import itertools
 import sys
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -150,7 +149,8 @@ class Outage(Generic[Job]):
 
         Raises RunError if the outage does not end, or if no job has ever succeeded.
         """
-        began, pause, successes = time.monotonic(), FIRST_PAUSE_S, self._successes
+        now = asyncio.get_running_loop().time
+        began, pause, successes = now(), FIRST_PAUSE_S, self._successes
         limit, self.is_on = (LIMIT_S, True) if controls else (DOUBT_S, False)
         self._announce(problem, limit)
         try:
@@ -161,7 +161,7 @@ class Outage(Generic[Job]):
                 with WAITS.of(self._name, "the end of an outage"):
                     await asyncio.sleep(pause)
                     *again, answer = await self._answers([*controls, tested.item])
-                pause, seconds = min(2 * pause, LONGEST_PAUSE_S), time.monotonic() - began
+                pause, seconds = min(2 * pause, LONGEST_PAUSE_S), now() - began
                 if succeeded := self._problem(answer) is None:
                     self.control = tested.item
                 is_settled = (succeeded or not controls) and self._settled(tested, answer) is None
@@ -180,7 +180,7 @@ class Outage(Generic[Job]):
                 echo(f"{self._name}: down for {seconds:.0f} s; the next attempt is in {pause:g} s", sys.stderr)
         finally:
             self.is_on = False
-            self._seconds += time.monotonic() - began
+            self._seconds += now() - began
 
     def _announce(self, problem: Problem, limit: float) -> None:
         what = (

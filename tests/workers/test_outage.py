@@ -1,4 +1,4 @@
-"""An outage costs a pool time and no job; the processes are fakes in this process."""
+"""An outage costs a pool time and no job; the processes are fakes in this process, and time is virtual."""
 
 import asyncio
 import random
@@ -16,6 +16,20 @@ from roll_opd.workers.outage import Problem
 
 FAILS = "the service is down"
 DOWN, NO = "", None  # answers: the service is down; the item is the cause
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """Event loop that skips to its next timer, so that a slow machine changes no order of events."""
+
+    _now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        if not self._ready:
+            self._now = min((timer.when() for timer in self._scheduled if not timer.cancelled()), default=self._now)
+        super()._run_once()
 
 
 class Service:
@@ -69,7 +83,8 @@ def play(scene: Callable[[JobPool, Service], Awaitable[None]], seed: int = 0, **
         await pool.end()
         assert len(asyncio.all_tasks()) == 1
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(main())
 
 
 @pytest.fixture(autouse=True)
