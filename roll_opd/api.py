@@ -21,12 +21,13 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -266,8 +267,9 @@ class Session:
             except Exception as error:
                 raise TypeError(f"{name}: an argument cannot be sent to the run: {error}") from error
             try:
-                self._is_idle = False
-                self._connection.send_bytes(message)
+                with interrupted_later():
+                    self._is_idle = False
+                    self._connection.send_bytes(message)
                 return self._answer()
             except KeyboardInterrupt:
                 self._interrupt()
@@ -306,10 +308,12 @@ class Session:
     def _answer(self) -> Any:
         assert self._connection is not None
         try:
-            answer = self._connection.recv()
+            self._connection.poll(None)
+            with interrupted_later():
+                answer = self._connection.recv()
+                self._is_idle = True
         except (EOFError, OSError):
             self._failed()
-        self._is_idle = True
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -360,6 +364,23 @@ def open_session(config: Config, overrides: Overrides = (), *, rewards: Mapping[
     makes the training steps. The arguments are those of `roll_opd.run`.
     """
     return Session(config, overrides, rewards or {})
+
+
+@contextmanager
+def interrupted_later() -> Iterator[None]:
+    """Context manager: an interrupt (Ctrl-C) within the block has its effect at the end of the block."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # another thread is not interrupted
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *given: arrived.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if arrived:
+            handler(*arrived[0])
 
 
 def _absolute(name: str, directory: str | os.PathLike[str]) -> str:

@@ -166,11 +166,21 @@ class SessionCalls:
     async def execute(self, name: str, values: Mapping[str, Any]) -> Any:
         """Execute the call `name` and return its result.
 
-        Raises ValueError if an earlier call has left the student without a defined state.
+        Raises ValueError if an earlier call has left the student without a defined state, and ClusterError if the call
+        leaves engines without defined weights that cannot be replaced.
         """
         if self._undefined and name not in ("load", "prompts"):
             raise ValueError(f"{name}: {self._undefined}; call student.load with a complete state first")
-        return await getattr(self, name)(**values)
+        try:
+            return await getattr(self, name)(**values)
+        except Exception as error:
+            sampler = self.workers.sampler
+            if sampler.survives_losses or not (sampler.sync and sampler.sync.has_failed):
+                raise
+            raise ClusterError(
+                f"{name}: a transfer of weights failed, and engines that share devices cannot be replaced; open a new"
+                f" session: {_answer_to(error)}"
+            ) from error
 
     async def prompts(self, n: int) -> list[Prompt]:
         """Return the next prompts from the configuration's files."""
@@ -189,6 +199,11 @@ class SessionCalls:
         rows = [self._prompt(prompt, first + number) for number, prompt in enumerate(arguments.prompts_of(prompts))]
         if self.plan.workflow is None:  # a workflow makes its own prompts
             arguments.check_lengths(rows, settings, self.rollout, self.plan.data.prompt_length)
+        if self.workers.sampler.sync and self.workers.sampler.sync.has_failed:
+            raise ValueError(
+                "sample: the last transfer of weights to the engines failed, so their weights may be of two versions;"
+                " call sampler.update first"
+            )
         if self.workers.turns.lack_weights and self._updated:
             raise ValueError(
                 "sample: the engines have discarded the weights of the last sampler.update, because they share devices"

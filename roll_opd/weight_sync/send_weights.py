@@ -38,6 +38,11 @@ class WeightSync(Protocol):
         """Return the engines that run, but were replaced since they received weights."""
         ...
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last transfer began in engines and failed. They answer no request before the next transfer."""
+        ...
+
 
 def make_weight_sync(
     backend: str, student: ActorGroup, engines: ActorGroup, dtype: str, tp: int, *, adapter: bool = False
@@ -61,7 +66,7 @@ def make_weight_sync(
 class EngineSync:
     """Base class of transports: the engines, and which of them have received weights in their present life.
 
-    A transfer whose sender is lost remains open in its engines. They are replaced before the next transfer.
+    A transfer that fails remains open in its engines. They are replaced before the next transfer.
     """
 
     student: ActorGroup
@@ -74,6 +79,11 @@ class EngineSync:
         """See `WeightSync.lacking`."""
         up = [number for number in range(len(self.engines.actors)) if self.engines.is_up(number)]
         return [number for number in up if self._received.get(number) != self.engines.life(number)]
+
+    @property
+    def has_failed(self) -> bool:
+        """See `WeightSync.has_failed`."""
+        return bool(self._open)
 
     async def _receivers(self, *, only_lacking: bool) -> list["Receiver"]:
         """Return the engines to which a transfer goes."""

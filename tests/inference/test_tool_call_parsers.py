@@ -94,7 +94,7 @@ def test_marks_in_the_arguments_of_a_call_are_text(before: str, argument: str) -
     "piece", ["<tool_call>", "</tool_call>", "</think>", "<think>x</think>", "<tool_call></tool_call>"]
 )
 def test_a_response_that_repeats_itself_takes_linear_time(piece: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     text = piece * 30_000
     assert read_hermes(text, TOOLS) == (text, [])
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3

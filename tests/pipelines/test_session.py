@@ -4,6 +4,7 @@ The roles of the session share a device and offload their memory, which is the d
 """
 
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from session_orders import VARIANTS, assert_orders_agree, assert_reads_keep_the_
 
 import roll_opd
 from roll_opd.api import Batch, Session
+from roll_opd.base import frozen
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,18 +227,43 @@ OBJECTIVES: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_an_interrupt_ends_only_the_call(session: Session) -> None:
-    """SIGINT arrives while `sample` waits for its answer."""
+def test_an_interrupt_ends_only_the_call(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT arrives while `sample` waits for its answer, and while the answer of `prompts` is read."""
     session.sampler.update()
+    prompts = session.prompts(64)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     timer = threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        session.sampler.sample(session.prompts(64), n=32)
+        session.sampler.sample(prompts, n=32)
     timer.join()
+    with monkeypatch.context() as reading, pytest.raises(KeyboardInterrupt):
+        reading.setattr(frozen, "freeze", lambda value: signal.raise_signal(signal.SIGINT) or value)
+        session.prompts(1)
     signal.signal(signal.SIGINT, before)
     batch = session.teacher.score(session.sampler.sample(session.prompts(1), n=1))
     assert len(batch) == 1 and "\n" not in repr(batch) and "reverse KL" in repr(batch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_transfer_of_weights_that_fails_leaves_no_engine_that_waits(tmp_path: Path, *, shares: bool) -> None:
+    """The engines have begun the update when the student finds no memory for the weights."""
+    engines = () if shares else ("is_offload_states=false", "student_infer.device_mapping=[1,2]", "num_gpus_per_node=3")
+    with roll_opd.open(CONFIG, [*OVERRIDES, *engines, f"output_dir={tmp_path}"]) as session:
+        processes = psutil.Process(session._process.pid).children(recursive=True)
+        (student,) = (one for one in processes if "ray::TrainWorker" in " ".join(one.cmdline()))
+        before = resource.prlimit(student.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(student.pid, resource.RLIMIT_FSIZE, (2**16, before[1]))
+        with pytest.raises(roll_opd.RunFailed if shares else OSError, match="File too large"):
+            session.sampler.update()
+        if shares:  # the engines take turns with the student, and cannot be replaced
+            return
+        resource.prlimit(student.pid, resource.RLIMIT_FSIZE, before)
+        with pytest.raises(ValueError, match=r"call sampler\.update first"):
+            session.sampler.sample(session.prompts(1), n=1)
+        session.sampler.update()
+        assert len(session.sampler.sample(session.prompts(4), n=1)) == 4
 
 
 @pytest.mark.nightly
