@@ -121,7 +121,8 @@ class InferenceEngine:
         for is_last in (False, False, True):
             try:
                 with start_errors():
-                    engine = cls(AsyncLLM.from_engine_args(arguments), **attributes)
+                    # in a thread, so that the actor meanwhile refuses requests, which other engines then answer
+                    engine = cls(await asyncio.to_thread(AsyncLLM.from_engine_args, arguments), **attributes)
                     # imported modules are permanent; a full garbage collection would stall a batch for 0.3 s
                     gc.collect()
                     gc.freeze()

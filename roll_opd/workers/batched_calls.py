@@ -14,6 +14,7 @@ from roll_opd.base.failures import RunError
 Item = TypeVar("Item")
 
 BURST_SECONDS = 0.1
+LAST_S = 10.0  # seconds from the last answer of a batch to its end, after which it is cancelled
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,12 @@ class BatchedCalls(Generic[Key, Call]):
         return answer
 
     async def end(self) -> None:
-        """Cancel all unanswered calls. A batch whose calls are all answered ends with its last answer."""
+        """Cancel all unanswered calls. A batch whose calls are all answered gets `LAST_S` to end."""
         for follower, batch in self._followers.items():
             if not all(answer.done() and not answer.cancelled() for _, answer in batch):
                 follower.cancel()
+        for follower in (await asyncio.wait(list(self._followers), timeout=LAST_S))[1] if self._followers else ():
+            follower.cancel()
         await asyncio.gather(*self._followers, return_exceptions=True)
 
     def _begin(self, key: Key) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +210,25 @@ class Running:
         self.runner = runner or asyncio.Runner()  # cancels at its end what is still running
         self.loop = self.runner.get_loop()
         starting = InferenceEngine.start(ModelPlan(path, dtype), max_model_len=max_model_len, seed=0, **arguments)
-        self.engine = self.run(starting)
+        self.blocked = 0.0  # longest part of the start, as a share of it, in which the event loop did nothing else
+        self.engine = self.run(self._watched(starting))
         OPEN.add(self)
+
+    async def _watched(self, starting: Coroutine[Any, Any, InferenceEngine]) -> InferenceEngine:
+        times = [time.monotonic()]
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(0.02)
+                times.append(time.monotonic())
+
+        ticking = asyncio.create_task(tick())
+        try:
+            return await starting
+        finally:
+            ticking.cancel()
+            times.append(time.monotonic())
+            self.blocked = max(after - before for before, after in pairwise(times)) / (times[-1] - times[0])
 
     def run(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(coroutine)

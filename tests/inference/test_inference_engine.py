@@ -33,6 +33,11 @@ def test_prompt_logprobs_equal_hugging_face_after_every_update(shared_engine: Ru
         previous = expected
 
 
+def test_an_engine_that_starts_leaves_its_event_loop_free(shared_engine: Running) -> None:
+    """So the actor of a replaced engine refuses requests while its core starts."""
+    assert shared_engine.blocked < 0.5
+
+
 def test_logprobs_are_those_of_the_sampled_distribution(shared_engine: Running) -> None:
     model = load(shared_engine, seed=4)
     plan = SamplingPlan(max_new_tokens=16, temperature=0.7)
