@@ -25,7 +25,7 @@ from process_memory import PeakMemory
 from work import phase_work
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.models.flops import matrix_parameters
+from roll_opd.models.flops import used_parameters
 from roll_opd.models.model_info import read_model
 from roll_opd.planner.load_plan import load_plan
 
@@ -166,9 +166,9 @@ def measure(axis: str, factor: int, options: argparse.Namespace, directory: Path
 def _sizes(plan: RunPlan) -> dict[str, int]:
     """Return the numbers of parameters on which the cost of each phase depends."""
     student, teacher = (read_model(Path(worker.model.path)) for worker in (plan.student, plan.frozen_roles()[0]))
-    of_student = matrix_parameters(student) + student.hidden * student.vocab
+    of_student = used_parameters(student) + student.hidden * student.vocab
     sizes = dict.fromkeys(("generate", "old_logprobs", "train", "weight_sync"), of_student)
-    return {**sizes, "teacher": matrix_parameters(teacher) + teacher.hidden * teacher.vocab}
+    return {**sizes, "teacher": used_parameters(teacher) + teacher.hidden * teacher.vocab}
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.models.flops import TRAINED, forward_flops, keys_seen, matrix_parameters, sequence_flops
+from roll_opd.models.flops import TRAINED, forward_flops, keys_seen, sequence_flops, used_parameters
 from roll_opd.models.model_info import ModelInfo, read_model
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -86,7 +86,7 @@ def _generate(plan: RunPlan, model: ModelInfo, prompt: float, response: float, l
 
 def _weight_bytes(model: ModelInfo, dtype: str) -> float:
     """Return the bytes of weights that a forward pass reads."""
-    return DTYPE_BYTES[dtype] * (matrix_parameters(model) + model.hidden * model.vocab)
+    return DTYPE_BYTES[dtype] * (used_parameters(model) + model.hidden * model.vocab)
 
 
 def phase_devices(plan: RunPlan) -> dict[str, tuple[set[int], str]]:

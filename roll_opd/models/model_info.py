@@ -299,21 +299,30 @@ def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) ->
 
 def _parameters_by_size(info: ModelInfo) -> int:
     """Return the number of weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
-    embeddings = info.vocab * info.hidden * (1 if info.tied else 2)
+    embeddings = info.vocab * (1 if info.tied else 2)
+    return (embeddings + info.norms * info.layers + 1) * info.hidden + matrix_parameters(info, info.experts)
+
+
+def matrix_parameters(info: ModelInfo, experts: int, *, has_gate: bool = False) -> int:
+    """Return the number of weights in the matrices of all layers, without norms.
+
+    Args:
+        experts: how many routed experts of a layer count.
+        has_gate: whether shared experts have a gate.
+    """
     gates = info.heads if info.has_output_gate else 0
     attention = info.hidden * info.head_dim * (2 * (info.heads + info.kv_heads) + gates)
     if latent := info.latent:
         queries, values = info.heads * info.head_dim, info.heads * latent.value
         attention = info.hidden * (latent.narrow + values) + latent.rank * (info.heads * latent.plain + values)
         attention += (latent.query_rank or info.hidden) * queries
-    experts = info.experts * (3 * info.expert_intermediate + 1) + 3 * info.shared_intermediate  # plus the router
-    mlps = info.expert_layers * experts + (info.layers - info.expert_layers) * 3 * info.intermediate
     mixers = info.attention_layers * attention
-    if delta := info.delta:
-        mixers += sum(info.is_delta) * (
-            info.hidden * (delta.projected + delta.values) + sum(delta.channels) * delta.taps
-        )
-    return embeddings + mixers + info.norms * info.layers * info.hidden + mlps * info.hidden + info.hidden
+    if delta := info.delta:  # projections, and the taps of the convolution's channels
+        each = info.hidden * (delta.projected + delta.values) + sum(delta.channels) * delta.taps
+        mixers += sum(info.is_delta) * each
+    routed = experts * 3 * info.expert_intermediate + info.experts  # and the router
+    mlps = info.expert_layers * (routed + 3 * info.shared_intermediate + has_gate)
+    return mixers + info.hidden * (mlps + (info.layers - info.expert_layers) * 3 * info.intermediate)
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:

@@ -1,7 +1,7 @@
 """Start the Ray workers of a plan as roles."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -201,16 +201,7 @@ async def teacher_as_student(
 
 async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
     """Start the reward workers and the engines of judges. Reward workers need no device."""
-    variables = {
-        "OMP_NUM_THREADS": "1",
-        **_environment(plan),
-        **templates.variables(),
-        **forkserver_start.variables(MEGATRON, plan.env),
-        **module_variables(),
-    }
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
-    actor_class: Any = RewardWorker
-    spawn = actor_class.options(**options).remote
+    spawn = _spawner(RewardWorker, plan, MEGATRON)
 
     async def begin(reward: RewardPlan) -> RewardPool:
         sampler = await start_sampler(plan, reward.engine, placement) if reward.engine else None
@@ -239,17 +230,9 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
     # one after another, because they may share devices
     auxiliaries = [await engines(model) for model in plan.workflow.auxiliary_models]
     assert plan.workflow.workflow and plan.rollout
-    one_thread = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # a process tokenises one text at a time
     kind = MEGATRON if plan.workflow.tool_call_parser == HERMES else ENGINES  # vLLM has the other parsers
-    variables = {
-        **one_thread,
-        **_environment(plan),
-        **templates.variables(),
-        **forkserver_start.variables(kind, plan.env),
-        **module_variables(),
-    }
-    actor_class: Any = WorkflowWorker
-    spawn = actor_class.options(num_cpus=0, runtime_env={"env_vars": variables}).remote
+    # a process tokenises one text at a time
+    spawn = _spawner(WorkflowWorker, plan, kind, TOKENIZERS_PARALLELISM="false")
     repeats = flag(find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir), "can_repeat")
     pool = WorkflowPool(
         plan.workflow,
@@ -264,6 +247,25 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
     )
     await pool.start(sampler, auxiliaries)
     return pool
+
+
+def _spawner(worker: Any, plan: RunPlan, kind: str, **more: str) -> Callable[..., Any]:
+    """Return a function that starts a process of rewards or workflows, which needs no device.
+
+    Args:
+        worker: class of Ray actors.
+        kind: what the process imports before it starts (see `forkserver_main`).
+        more: further environment variables.
+    """
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        **more,
+        **_environment(plan),
+        **templates.variables(),
+        **forkserver_start.variables(kind, plan.env),
+        **module_variables(),
+    }
+    return worker.options(num_cpus=0, runtime_env={"env_vars": variables}).remote
 
 
 def chunk_samples(plan: RunPlan) -> int:

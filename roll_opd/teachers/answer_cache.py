@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -123,16 +122,14 @@ class AnswerCache:
         self._table.close()
 
 
-def request_key(tokens: np.ndarray, settings: Mapping[str, Any]) -> bytes:
+def request_key(tokens: np.ndarray, ids: np.ndarray | None, prompt_length: int, topk: int) -> bytes:
     """Return the hash of a request. The model is not part of the key, as a file has the answers of only one model.
 
     Args:
         tokens: token ids of the sequence.
-        settings: further settings of the request, as JSON values or arrays.
+        ids: token ids whose log-probs are requested.
     """
-    found = hashlib.blake2b(digest_size=16)
-    plain = {name: value for name, value in settings.items() if not isinstance(value, np.ndarray)}
-    found.update(json.dumps(plain, sort_keys=True).encode())
-    for array in (tokens, *(value for value in settings.values() if isinstance(value, np.ndarray))):
+    found = hashlib.blake2b(json.dumps({"prompt_length": prompt_length, "topk": topk}).encode(), digest_size=16)
+    for array in (tokens,) if ids is None else (tokens, ids):
         found.update(np.ascontiguousarray(array, np.int64).tobytes())
     return found.digest()

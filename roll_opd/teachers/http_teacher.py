@@ -17,7 +17,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,23 +58,7 @@ TINKER_PATHS = ("/oai/api/v1", "/api/v1")  # the service's API for OpenAI's clie
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Bill:
-    """Counts of requests and tokens sent to a teacher since the last report."""
-
-    requests: int = 0
-    tokens_sent: int = 0
-    cached_tokens: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-
-    def metrics(self, name: str) -> dict[str, float]:
-        """Return the metrics `opd/teacher/NAME/*`."""
-        return {
-            f"opd/teacher/{name}/requests": float(self.requests),
-            f"opd/teacher/{name}/tokens_sent": float(self.tokens_sent),
-            f"opd/teacher/{name}/cached_tokens": float(self.cached_tokens),
-            f"opd/teacher/{name}/failed_requests": float(self.failures.total()),
-        }
+COUNTED = ("requests", "tokens_sent", "cached_tokens", "failed_requests")  # metrics opd/teacher/NAME/*
 
 
 @register_teacher("http")
@@ -108,7 +91,7 @@ class HttpScorer:
         self.protocol = PROTOCOLS[plan.server]
         self.targets: frozenset[Target] = self.protocol.targets
         self.model = plan.model_name or ""  # if empty, the checks at the start set it to the listed model
-        self.bill = Bill()
+        self._counts: Counter[str] = Counter()  # since the last report
         self._vocab_size = vocab_size
         try:
             self._endpoints = [self._scoring_endpoint(url) for url in plan.url]
@@ -226,7 +209,7 @@ class HttpScorer:
                 return reply
             except BadAnswer as error:
                 bad += 1
-                self.bill.failures["bad_answer"] += 1
+                self._counts["failed_requests"] += 1
                 if bad >= BAD_ANSWERS:
                     url = self._endpoints[number].shown_url
                     raise RunError(
@@ -241,14 +224,14 @@ class HttpScorer:
                     raise RunError(f"teacher {self.name}: {error}") from None
             finally:
                 self._busy[number] -= 1
-                self.bill.failures += repeated
-                self.bill.requests += 1 + repeated.total()
-                self.bill.tokens_sent += (1 + repeated.total()) * len(question.tokens)
+                self._counts["failed_requests"] += repeated.total()
+                self._counts["requests"] += 1 + repeated.total()
+                self._counts["tokens_sent"] += (1 + repeated.total()) * len(question.tokens)
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the counts of requests and tokens since the last call."""
-        bill, self.bill = self.bill, Bill()
-        return bill.metrics(self.name)
+        counts, self._counts = self._counts, Counter()
+        return {f"opd/teacher/{self.name}/{what}": float(counts[what]) for what in COUNTED}
 
     def end(self) -> None:
         """Store the last answers and close the cache. The connections close when the event loop closes."""
@@ -262,9 +245,9 @@ class HttpScorer:
         Args:
             computed: whether all answers come from the server.
         """
-        keys = [self._key(question) for question in questions]
+        keys = [request_key(one.tokens, one.ids, one.prompt_length, one.topk) for one in questions]
         found = {n: reply for n, key in enumerate(keys) if not computed and (reply := self._cached(key))}
-        self.bill.cached_tokens += sum(len(questions[n].tokens) for n in found)
+        self._counts["cached_tokens"] += sum(len(questions[n].tokens) for n in found)
         missing = [n for n in range(len(questions)) if n not in found]
         self._answered = time.monotonic()
         tasks = [asyncio.ensure_future(self._kept(keys[n], questions[n])) for n in missing]
@@ -319,14 +302,6 @@ class HttpScorer:
     def _cached(self, key: bytes) -> Reply | None:
         arrays = self._fresh.get(key) or (self._cache.read(key) if self._cache else None)
         return Reply(**arrays) if arrays else None
-
-    def _key(self, question: Question) -> bytes:
-        settings = {
-            "prompt_length": question.prompt_length,
-            "topk": question.topk,
-            **({} if question.ids is None else {"ids": question.ids}),
-        }
-        return request_key(question.tokens, settings)
 
     def _least_busy(self) -> int:
         return min(range(len(self._busy)), key=lambda n: (self._endpoints[n].is_failing, self._busy[n]))

@@ -7,10 +7,10 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from platform import python_version
 from typing import Any
 
+from roll_opd.base.installed import version_of
 from roll_opd.tracking.phase_clock import PHASES
 from roll_opd.tracking.reward_metrics import GRADED
 from roll_opd.tracking.run_directory import RunDirectory, read_jsonl, write_atomic
@@ -194,15 +194,8 @@ def versions() -> dict[str, str | None]:
     """
     found: dict[str, str | None] = {"python": python_version()}
     for name, distributions in PACKAGES.items():
-        found[name] = next(filter(None, map(_version, distributions)), None)
+        found[name] = next(filter(None, map(version_of, distributions)), None)
     return found
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -106,35 +106,6 @@ class CallTree:
         own = np.array(token_ids(self._tokenizer, [new], [parent.text if parent else None])[0], dtype=np.int64)
         return (np.concatenate([parent.tokens, own]) if parent else own), parent
 
-    def add(
-        self,
-        prompt: str,
-        tokens: np.ndarray,
-        completion: Completion,
-        parent: Call | None,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        answer: Callable[[], Mapping[str, Any]],
-        settings: np.ndarray | None = None,
-    ) -> Call:
-        """Add a call to the tree and return it.
-
-        Args:
-            prompt: text of the prompt.
-            tokens: tokens of the prompt, int64 [P].
-            completion: the sampled response.
-            parent: call that this call continues, if there is one.
-            messages: messages of the request.
-            tools: tools of the request.
-            answer: function that returns the response as an assistant message.
-            settings: sampling settings of the call, f32 [T-P, 4] (see `samples.call_settings`).
-        """
-        whole = np.concatenate([tokens, completion.tokens])
-        self.calls.append(
-            Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, tools, answer, parent, settings)
-        )
-        return self.calls[-1]
-
     def branches(self) -> list[tuple[Experience, Call]]:
         """Return (experience, last call) for each branch.
 

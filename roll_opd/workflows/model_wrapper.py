@@ -153,8 +153,9 @@ class ModelWrapper(ModelClients):
         answered = []
         for response, completion in responses:
             message = partial(as_message or text_message, response)
-            settings = response.call_settings
-            call = tree.add(text, tokens, completion, parent, given, tools or (), message, settings)
+            whole, calls = np.concatenate([tokens, completion.tokens]), (given, tools or (), message, parent)
+            call = Call(text, whole, len(tokens), completion, self.tokenizer, *calls, response.call_settings)
+            tree.calls.append(call)
             answered.append((response, call))
             response.messages, response.prompt_text = given, text
             response.tools = [dict(tool) for tool in tools or ()] or None

@@ -12,12 +12,12 @@ import socket
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import roll_opd
 from roll_opd.base.failures import ConfigError
+from roll_opd.base.installed import version_of
 
 PACKAGES = ("ray", "torch", "vllm", "megatron-core", "transformers", "transformer-engine")
 VISIBLE_TIMEOUT_S = 10.0  # seconds for a network file system to show a new file
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
     for path in sorted(package.rglob("*.py")):
         files.update(str(path.relative_to(package)).encode() + path.read_bytes())
     found = {"python": platform.python_version(), "roll_opd": f"{roll_opd.__version__} ({files.hexdigest()[:8]})"}
-    return found | {name: _version(name) for name in PACKAGES}
+    return found | {name: version_of(name) or "none" for name in PACKAGES}
 
 
 def count_gpus() -> int:
@@ -137,13 +137,6 @@ def model_problems(own: Mapping[str, Mapping[str, int]], other: Mapping[str, Map
             others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             found.append(f"has a missing or different {differing[0]}{others} in {path}; copy the model from host 0")
     return found
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
 
 
 DEFAULT_PORT = 29500  # torchrun's MASTER_PORT

@@ -27,10 +27,7 @@ def key(default: V, meaning: str, origin: str = "ROLL") -> V:
         default: default value.
         meaning, origin: texts for the documentation.
     """
-    metadata = {"meaning": meaning, "origin": origin}
-    if isinstance(default, dict | Section):  # each section gets a copy, as a section stores its path
-        return field(default_factory=lambda: copy(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return _field(default, {"meaning": meaning, "origin": origin})
 
 
 def ours(default: V, meaning: str) -> V:
@@ -45,8 +42,11 @@ def trinity(default: V, meaning: str) -> V:
 
 def derived(default: V) -> V:
     """Declare a value that the planner fills in. A user cannot set it."""
-    metadata = {"derived": True}
-    if isinstance(default, dict):
+    return _field(default, {"derived": True})
+
+
+def _field(default: V, metadata: dict[str, Any]) -> V:
+    if isinstance(default, dict | Section):  # each section gets a copy, as a section stores its path
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -159,11 +159,8 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
     """Return the keys that a user may set in a section, as a map: key -> type annotation."""
     if section not in _KEYS:
         hints = get_type_hints(section, include_extras=True)
-        _KEYS[section] = {
-            item.name: hints[item.name]
-            for item in fields(section)
-            if item.name not in section.ignored and "derived" not in item.metadata
-        }
+        named = [item.name for item in fields(section) if "derived" not in item.metadata]
+        _KEYS[section] = {name: hints[name] for name in named if name not in section.ignored}
     return _KEYS[section]
 
 

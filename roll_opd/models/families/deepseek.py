@@ -1,6 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and experts that are routed by groups."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from roll_opd.models.families.family_definition import Config, Family
 from roll_opd.models.families.parameter_names import EXPERT_BIAS, EXPERTS, LLAMA, layer, shared_experts
@@ -43,30 +44,16 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"topk_method={config['topk_method']!r} in config.json is not available yet (expected {known})"
 
 
+_deepseek = partial(
+    Family,
+    settings={"moe_router_dtype": "fp32"},
+    rope_types=ROPE_TYPES,
+    has_adapters=False,
+    problems=lambda config: tuple(_problems(config)),
+)
+V2 = {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1}
+V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "moe_layer_freq": 1}
 FAMILIES = (
-    Family(
-        "deepseek_v2",
-        TENSORS,
-        settings={"moe_router_dtype": "fp32"},
-        router="groups",
-        expects={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
-        rope_types=ROPE_TYPES,
-        has_adapters=False,
-        problems=lambda config: tuple(_problems(config)),
-    ),
-    Family(
-        "deepseek_v3",
-        TENSORS | EXPERT_BIAS,
-        settings={"moe_router_dtype": "fp32"},
-        router="biased_groups",
-        expects={
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "norm_topk_prob": True,
-            "moe_layer_freq": 1,
-        },
-        rope_types=ROPE_TYPES,
-        has_adapters=False,
-        problems=lambda config: tuple(_problems(config)),
-    ),
+    _deepseek("deepseek_v2", TENSORS, router="groups", expects=V2),
+    _deepseek("deepseek_v3", TENSORS | EXPERT_BIAS, router="biased_groups", expects=V3),
 )

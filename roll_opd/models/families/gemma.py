@@ -5,6 +5,7 @@ attention scores and logits. In Gemma 3, local and global layers have different 
 """
 
 import math
+from functools import partial
 from typing import Any
 
 from roll_opd.models.families.family_definition import Config, Family, Pieces, layer_kinds, windows
@@ -38,21 +39,10 @@ def _gemma3(config: Config) -> Pieces:
     return Pieces(query_key_norm="head", windows=windows(config, period=period), rotary=tuple(kinds), **_common(config))
 
 
+_gemma = partial(
+    Family, tensors=without_norms(LLAMA) | NORMS, expects={"hidden_activation": "gelu_pytorch_tanh"}, is_tied=True
+)
 FAMILIES = (
-    Family(
-        "gemma2",
-        without_norms(LLAMA) | NORMS,
-        _gemma2,
-        expects={"hidden_activation": "gelu_pytorch_tanh"},
-        is_tied=True,
-        reads=("layer_types", "attn_logit_softcapping", "final_logit_softcapping"),
-    ),
-    Family(
-        "gemma3_text",
-        without_norms(LLAMA) | NORMS,
-        _gemma3,
-        expects={"hidden_activation": "gelu_pytorch_tanh"},
-        is_tied=True,
-        reads=("layer_types",),
-    ),
+    _gemma("gemma2", pieces=_gemma2, reads=("layer_types", "attn_logit_softcapping", "final_logit_softcapping")),
+    _gemma("gemma3_text", pieces=_gemma3, reads=("layer_types",)),
 )
