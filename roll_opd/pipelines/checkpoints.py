@@ -57,7 +57,7 @@ class Checkpoint:
     step: int
     source_state: dict[str, Any]  # state of the prompt source
     kl_coef: float | None = None  # KL coefficient of the next step
-    began: datetime | None = None  # start of its run, in local time; None: saved by an earlier version
+    began: datetime | None = None  # start of its run, in local time
     # parts of the run up to `step`, as `settings_history.parts_of` reads them; None: it has none
     parts: Any = None
     groups: str | None = None  # digest of the file `GROUPS`; None: there is no finished group
@@ -80,13 +80,13 @@ class Checkpoint:
             ) from error
         try:
             state = json.loads(text.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
+            date = state.get("began") if isinstance(state, dict) else None
+            began = datetime.fromisoformat(date) if date else None
+        except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}); {instead_of(path)}") from error
         whole = isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("source"), dict)
         if not whole or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a complete checkpoint; {instead_of(path)}")
-        facts = RunDirectory(path.resolve().parent.parent).read_facts()
-        began = _local_time(state.get("began")) or _local_time(facts.get("started"))
         more = state.get("parts"), state.get("groups")
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, *more)
 
@@ -327,15 +327,6 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
     if newest is None and plan.resume is True:
         return None
     return Checkpoint.read(newest or path)
-
-
-def _local_time(text: Any) -> datetime | None:
-    """Return an ISO 8601 date as local time without a zone; None for an invalid date."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        return None
-    return moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment
 
 
 def _check_all_there(files: Sequence[Path]) -> None:

@@ -39,8 +39,8 @@ def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
         raise ValueError(f"{file} has changed since it was saved: it was edited or truncated")
     facts, samples = pickle.loads(data)
     groups, begin = [], 0
-    for draw, passed, count, *failed_runs in facts:  # files of earlier versions have no failed runs
-        groups.append(FinishedGroup(draw, passed, samples[begin : begin + count], *failed_runs))
+    for draw, passed, count, failed_runs in facts:
+        groups.append(FinishedGroup(draw, passed, samples[begin : begin + count], failed_runs))
         begin += count
     return sorted(groups, key=lambda group: group.draw)
 

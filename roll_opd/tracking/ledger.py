@@ -12,7 +12,7 @@ The keys of a row:
 - `failed`: draws that were not trained on because runs or rewards of their group failed. Either no sample is left, or
   the failure makes the group unusable (`replace`), or a filter rejected the rest of the group.
 - `versions`: [oldest, newest] weight version of each draw in `trained`, in the order of `trained`. With these
-  versions, the run can be repeated in the same order. Rows of earlier versions have the key only with async rollouts.
+  versions, the run can be repeated in the same order.
 - `run`: id of the run, as in `run.json`; only in the first row.
 - `checksum`: see `ledger_checksum`.
 
@@ -73,8 +73,7 @@ class Ledger:
 def ledger_checksum(row: Mapping[str, Any], before: int) -> int:
     """Return the CRC-32 of a row of the ledger. `before` is the checksum of the previous row.
 
-    It covers the step, the draws of each fate, the versions and the id of the run. Rows of earlier versions have no
-    fate `failed` and no id.
+    It covers the step, the draws of each fate, the versions and the id of the run.
     """
     content = [row["step"], *(row[field] for field in (*FATES, VERSIONS, "run") if field in row)]
     return zlib.crc32(json.dumps(content).encode(), before)
