@@ -149,8 +149,7 @@ class PackedAttention(torch.nn.Module):
     ) -> dict[str, Any]:
         """Return Megatron's checkpoint description of the sinks. Each tensor rank has the sinks of its own heads."""
         own = dict(self.named_parameters())
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
-        return found
+        return make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
 
     def forward(
         self,

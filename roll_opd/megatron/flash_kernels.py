@@ -144,8 +144,7 @@ def _torch_kernel(
     settings = (*lengths, no_dropout, is_causal, returns_mask)
     limits = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
     kernel = torch.ops.aten._flash_attention_forward
-    out_NHD: Tensor = kernel(query_NHD, key_XGD, value_XGD, *settings, scale=scale, **limits)[0]
-    return out_NHD
+    return kernel(query_NHD, key_XGD, value_XGD, *settings, scale=scale, **limits)[0]
 
 
 def _package_kernel(module: str) -> Callable[..., Tensor]:
@@ -173,8 +172,7 @@ def _package_kernel(module: str) -> Callable[..., Tensor]:
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         # some releases also return the log-sum-exp
-        out_NHD: Tensor = found[0] if isinstance(found, tuple) else found
-        return out_NHD
+        return found[0] if isinstance(found, tuple) else found
 
     return call
 

@@ -326,8 +326,7 @@ class GatedDeltaNet(MegatronModule):
         out_XGRW = self._recurrence(qkv_XY, betas_and_decays, _rows_of(pack))
         out_nHW = _own(out_XGRW, pack).flatten(1, 2)
         normed = self.gated_norm(out_nHW, gate.reshape(out_nHW.shape))
-        output: tuple[Tensor, Tensor | None] = self.linear_out(normed.flatten(1)[:, None])
-        return output
+        return self.linear_out(normed.flatten(1)[:, None])
 
     def _recurrence(self, qkv_XY: Tensor, betas_and_decays: Tensor, sequences: SequenceRows) -> Tensor:
         """Return the outputs of the recurrence over complete sequences, [X, G, R, W]."""
@@ -357,8 +356,7 @@ def _rows_of(pack: PackedSequences) -> SequenceRows:
     if pack.rows is None:
         assert pack.padding_n is not None
         pack.rows = sequence_rows(pack.bounds, pack.padding_n.device)
-    rows: SequenceRows = pack.rows
-    return rows
+    return pack.rows
 
 
 def _expanded(tensor_nY: Tensor, pack: PackedSequences) -> Tensor:

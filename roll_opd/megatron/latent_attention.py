@@ -135,8 +135,7 @@ class LatentSelfAttention(MegatronModule):
         if recomputed and "core_attn" in (self.config.recompute_modules or ()) and torch.is_grad_enabled():
             attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
         out_nX = attend(query_nHD, key_nHD, value_nHW, None)
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(out_nX[:, None])
-        return output
+        return self.linear_proj(out_nX[:, None])
 
     def _queries(self, hidden_s1E: Tensor, frequencies: Tensor) -> Tensor:
         if self.sizes.query_rank:

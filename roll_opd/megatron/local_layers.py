@@ -87,8 +87,7 @@ class DenseLayer(TransformerLayer):
         from roll_opd.megatron.triton_kernels import SwiGLU
 
         both, _ = self.mlp.linear_fc1(hidden_states)
-        output: Tensor = self.mlp.linear_fc2(SwiGLU.apply(both))[0]
-        return output
+        return self.mlp.linear_fc2(SwiGLU.apply(both))[0]
 
 
 class PackedSelfAttention(SelfAttention):
@@ -122,8 +121,7 @@ class PackedSelfAttention(SelfAttention):
             mixed_n1X.flatten(0, 1), *weights, *cos_sin(rotary_pos_emb), sizes, self.config.layernorm_epsilon
         )
         out_nX = attend(query_nHD, key_nGD, value_nGD, None, packed_seq_params=packed_seq_params)
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(out_nX[:, None])
-        return output
+        return self.linear_proj(out_nX[:, None])
 
 
 def cos_sin(freqs_n11D: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,8 +132,7 @@ def cos_sin(freqs_n11D: Tensor) -> tuple[Tensor, Tensor]:
     if freqs_n11D not in _ANGLES:
         angles = freqs_n11D[:, 0, 0, : freqs_n11D.size(-1) // 2]
         _ANGLES[freqs_n11D] = angles.cos().contiguous(), angles.sin().contiguous()
-    found: tuple[Tensor, Tensor] = _ANGLES[freqs_n11D]
-    return found
+    return _ANGLES[freqs_n11D]
 
 
 # tensor with the frequencies of all kinds -> list of tensors, one per kind
@@ -262,8 +259,7 @@ def of_kind(frequencies_nK1D: Tensor, kind: int) -> Tensor:
         return frequencies_nK1D
     if frequencies_nK1D not in _FREQUENCIES:
         _FREQUENCIES[frequencies_nK1D] = [each.contiguous() for each in frequencies_nK1D.split(1, 1)]
-    found: Tensor = _FREQUENCIES[frequencies_nK1D][kind]
-    return found
+    return _FREQUENCIES[frequencies_nK1D][kind]
 
 
 def norm_class(config: TransformerConfig) -> type[LocalRMSNorm]:

@@ -95,8 +95,7 @@ class TokenOwners:
         Every rank gets all values, and all ranks compute the same loss from them. Each rank therefore has the complete
         gradient of its own values, and the backward pass needs no communication.
         """
-        gathered: Tensor = _Gather.apply(values_m, self)
-        return gathered
+        return _Gather.apply(values_m, self)
 
 
 class _Gather(torch.autograd.Function):

@@ -76,8 +76,7 @@ def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False, factor: f
         t_NHD = torch.cat([t_NHD[..., ::2], t_NHD[..., 1::2]], -1)
     if freqs not in _CACHE:
         _CACHE[freqs] = _cos_sin(freqs[:, 0], t_NHD.dtype, factor)
-    result: Tensor = _Rotation.apply(t_NHD, *_CACHE[freqs])
-    return result
+    return _Rotation.apply(t_NHD, *_CACHE[freqs])
 
 
 def install_rotary() -> None:

@@ -141,8 +141,7 @@ class PackedRouter(TopKRouter):
         losses: RouterLosses = self.config.router_losses  # type: ignore[attr-defined]
         value = sum_over_tokens / losses.tokens
         losses.add(name, value.detach())
-        attached: Any = MoEAuxLossAutoScaler.apply(output, coefficient * value)
-        return attached
+        return MoEAuxLossAutoScaler.apply(output, coefficient * value)
 
 
 def reset_expert_counts(chunks: Iterable[torch.nn.Module]) -> None:

@@ -108,8 +108,7 @@ def _variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
     if top.pg_variant is None and not any(worker.written & PG_KEYS for worker in workers.values() if worker):
         return None
     for entry in entries("loss_variants").values():
-        found: Variant | None = load(entry)(top, workers)
-        return found
+        return load(entry)(top, workers)
     sections: list[Top | Worker] = [top, *filter(None, workers.values())]
     for section in sections:
         if section.pg_variant is not None:

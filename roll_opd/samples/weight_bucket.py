@@ -55,8 +55,7 @@ def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
     Args:
         rows: indices of the rows.
     """
-    found: list[int] = checksums(tensor.detach()[rows].flatten(1)).tolist()
-    return found
+    return checksums(tensor.detach()[rows].flatten(1)).tolist()
 
 
 def checksums(rows: torch.Tensor) -> torch.Tensor:

@@ -54,5 +54,4 @@ def scorer_of(start: TeacherStart) -> TeacherScorer | None:
     Raises RunError if the kind is unknown, or if it cannot make the scorer.
     """
     source = start.teacher.source
-    found: TeacherScorer | None = TEACHERS.find(source.kind)(start, **source.arguments)
-    return found
+    return TEACHERS.find(source.kind)(start, **source.arguments)

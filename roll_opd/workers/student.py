@@ -264,8 +264,7 @@ class TrainWorker(TrainableRank, BucketWriter):
                 from roll_opd.weight_sync.cuda_sender import CudaSender
 
                 self._sender = CudaSender(backend, *given)
-        sent: int = self._sender.send(version)
-        return sent
+        return self._sender.send(version)
 
     @needs(WEIGHTS)
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str, *, adapter: bool) -> Written:

@@ -44,13 +44,11 @@ class FileSource:
 
     def whole(self, name: str) -> Tensor:
         """Return a full tensor, with the shape and dtype of the file."""
-        tensor: Tensor = self._file_of(name).get_tensor(name)
-        return tensor
+        return self._file_of(name).get_tensor(name)
 
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         whole = self._file_of(name).get_slice(name)
-        piece: Tensor = whole[start:stop] if dim == 0 else whole[:, start:stop]
-        return piece
+        return whole[start:stop] if dim == 0 else whole[:, start:stop]
 
     def _file_of(self, name: str) -> Any:
         """Return the open file that contains a tensor."""
