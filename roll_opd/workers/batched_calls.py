@@ -14,7 +14,7 @@ from roll_opd.base.failures import RunError
 Item = TypeVar("Item")
 
 BURST_SECONDS = 0.1
-LAST_S = 10.0  # seconds from the last answer of a batch to its end, after which it is cancelled
+LAST_S = 10.0  # seconds from the last answer of a batch until it is cancelled
 
 
 @dataclass(frozen=True)
