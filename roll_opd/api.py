@@ -18,6 +18,7 @@ import atexit
 import math
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -267,11 +268,11 @@ class Session:
             except Exception as error:
                 raise TypeError(f"{name}: an argument cannot be sent to the run: {error}") from error
             try:
-                with interrupted_later():
+                with interrupted_later(self.close):
                     self._is_idle = False
-                    self._connection.send_bytes(message)
+                    self._send(message)
                 return self._answer()
-            except KeyboardInterrupt:
+            except BaseException:  # Ctrl-C, or what a handler of another signal raises
                 self._interrupt()
                 raise
 
@@ -280,10 +281,10 @@ class Session:
         if self._is_idle or self._connection is None:
             return
         try:
-            self._connection.send(SESSION_INTERRUPT)
             with suppress(ValueError, TypeError, OSError, RuntimeError):
+                self._connection.send(SESSION_INTERRUPT)
                 self._answer()
-        except KeyboardInterrupt:
+        except BaseException:
             self.close()
             raise
 
@@ -305,13 +306,23 @@ class Session:
         """Return a batch with the samples that the call `name` returns for its samples."""
         return replace(batch, samples=tuple(self.call(name, samples=self.samples_of(name, batch))))
 
-    def _answer(self) -> Any:
+    def _send(self, message: memoryview) -> None:
         assert self._connection is not None
         try:
-            self._connection.poll(None)
-            with interrupted_later():
-                answer = self._connection.recv()
+            self._connection.send_bytes(message)
+        except OSError:  # the run has ended since the last call
+            self._failed()
+
+    def _answer(self) -> Any:
+        connection = self._connection  # another thread may close the session
+        assert connection is not None
+        try:
+            connection.poll(None)
+            with interrupted_later(self.close):
+                answer = connection.recv()
                 self._is_idle = True
+        except TimeoutError:  # of a signal's handler
+            raise
         except (EOFError, OSError):
             self._failed()
         if isinstance(answer, Exception):
@@ -338,9 +349,11 @@ class Session:
     def close(self) -> None:
         """End the session and its processes. If the session is already closed, do nothing."""
         atexit.unregister(self.close)
-        if self._connection is not None:
-            self._connection.close()  # the run cancels a call in progress
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as wire:
+                wire.shutdown(socket.SHUT_RDWR)  # `close` would not end a wait of another thread
+            connection.close()  # the run cancels a call in progress
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -367,14 +380,24 @@ def open_session(config: Config, overrides: Overrides = (), *, rewards: Mapping[
 
 
 @contextmanager
-def interrupted_later() -> Iterator[None]:
-    """Context manager: an interrupt (Ctrl-C) within the block has its effect at the end of the block."""
+def interrupted_later(end: Callable[[], None]) -> Iterator[None]:
+    """Context manager: an interrupt (Ctrl-C) within the block has its effect at the end of the block.
+
+    A second one within the block calls `end` and has its effect immediately.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # another thread is not interrupted
         return
     arrived: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *given: arrived.append(given))
+
+    def note(*given: Any) -> None:
+        arrived.append(given)
+        if len(arrived) > 1:
+            end()
+            handler(*given)
+
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:

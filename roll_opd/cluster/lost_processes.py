@@ -33,6 +33,10 @@ class NotServing(RuntimeError):
     """Raised by an engine that was started again and has not received the student's weights yet."""
 
 
+class Starting(NotServing):
+    """Raised by an engine whose process was started again, while the engine core starts."""
+
+
 @dataclass(frozen=True)
 class Loss:
     """Lost processes, and how the run went on."""

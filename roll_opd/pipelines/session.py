@@ -7,7 +7,7 @@ arguments before a role is called, and a call that fails later leaves a defined 
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Client, Connection
@@ -137,6 +137,17 @@ def _answer_to(error: Exception) -> Exception:
     return kind(shortened(" ".join(text.split())))
 
 
+async def completed(work: Awaitable[None]) -> None:
+    """Await `work` to its end, also if this is cancelled meanwhile."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait({working})
+        working.result()
+        raise
+
+
 @dataclass
 class SessionCalls:
     """Executes the calls of a client on the roles of a run. `step` is the number of optimizer steps so far."""
@@ -173,6 +184,8 @@ class SessionCalls:
             raise ValueError(f"{name}: {self._undefined}; call student.load with a complete state first")
         try:
             return await getattr(self, name)(**values)
+        except END_THE_RUN:
+            raise
         except Exception as error:
             sampler = self.workers.sampler
             if sampler.survives_losses or not (sampler.sync and sampler.sync.has_failed):
@@ -210,11 +223,14 @@ class SessionCalls:
                 " with the student, and the student has changed since then; call sampler.update first"
             )
         context = replace(self._context, sampling=settings, scorers=Scorers(), reward_pools=())
-        await self.workers.begin_generation(self.version)
+        await completed(self.workers.begin_generation(self.version))  # an interrupt must not cut a transfer of weights
         self._draws += len(rows)
-        runs = {}
-        async for number, samples in roll_out(context, rows, PendingRewards(context), first):
-            runs[number] = samples
+
+        async def rolled_out() -> dict[int, list[Sample] | None]:
+            rewards = PendingRewards(context)
+            return {number: samples async for number, samples in roll_out(context, rows, rewards, first)}
+
+        runs = await self.workers.attended(rolled_out(), self.version)
         made = [sample for number in sorted(runs) for sample in runs[number] or ()]
         row = call_row(settings, self._context.sampling)
         if not np.isnan(row).all():

@@ -58,9 +58,6 @@ TINKER_PATHS = ("/oai/api/v1", "/api/v1")  # the service's API for OpenAI's clie
 _log = logging.getLogger(__name__)
 
 
-COUNTED = ("requests", "tokens_sent", "cached_tokens", "failed_requests")  # metrics opd/teacher/NAME/*
-
-
 @register_teacher("http")
 def http_scorer(start: TeacherStart) -> "HttpScorer":
     """Return the scorer of a teacher that is reached over HTTP. Raises RunError if the API key is missing."""
@@ -231,7 +228,12 @@ class HttpScorer:
     def drain_metrics(self) -> dict[str, float]:
         """Return the counts of requests and tokens since the last call."""
         counts, self._counts = self._counts, Counter()
-        return {f"opd/teacher/{self.name}/{what}": float(counts[what]) for what in COUNTED}
+        return {
+            f"opd/teacher/{self.name}/requests": float(counts["requests"]),
+            f"opd/teacher/{self.name}/tokens_sent": float(counts["tokens_sent"]),
+            f"opd/teacher/{self.name}/cached_tokens": float(counts["cached_tokens"]),
+            f"opd/teacher/{self.name}/failed_requests": float(counts["failed_requests"]),
+        }
 
     def end(self) -> None:
         """Store the last answers and close the cache. The connections close when the event loop closes."""

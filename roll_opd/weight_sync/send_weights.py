@@ -87,8 +87,8 @@ class EngineSync:
 
     async def _receivers(self, *, only_lacking: bool) -> list["Receiver"]:
         """Return the engines to which a transfer goes."""
-        left, self._open = self._open, []
-        await asyncio.gather(*[one.start_again("the sender of its new weights was lost") for one in left])
+        await asyncio.gather(*[one.start_again("the last transfer of weights failed") for one in self._open])
+        self._open = []
         numbers = self.lacking() if only_lacking else range(len(self.engines.actors))
         every = [Receiver(self.engines, number, self.engines.life(number)) for number in numbers]
         return [one for one in every if one.is_there]

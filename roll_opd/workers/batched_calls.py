@@ -106,9 +106,9 @@ class BatchedCalls(Generic[Key, Call]):
         for follower, batch in self._followers.items():
             if not all(answer.done() and not answer.cancelled() for _, answer in batch):
                 follower.cancel()
-        for follower in (await asyncio.wait(list(self._followers), timeout=LAST_S))[1] if self._followers else ():
-            follower.cancel()
-        await asyncio.gather(*self._followers, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_S):
+                await asyncio.gather(*self._followers, return_exceptions=True)
 
     def _begin(self, key: Key) -> None:
         batch = self._pending.pop(key)

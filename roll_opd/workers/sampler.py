@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.lost_processes import MAX_DEATHS, NotServing, NotSetUp, ProcessDied
+from roll_opd.cluster.lost_processes import MAX_DEATHS, NotServing, NotSetUp, ProcessDied, Starting
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.vllm_requests import Completion
@@ -55,6 +55,8 @@ class RequestLosses:
 
     def add(self, engine: int, life: int, error: Exception) -> None:
         """Count an error of an engine, unless it follows from an earlier loss."""
+        if isinstance(error, Starting):
+            return  # its new process may still be lost, which would be the same loss
         if isinstance(error, NotServing | NotSetUp):  # its new process has started
             self._down.discard((engine, life))
         elif (engine, life) not in self._down:
@@ -175,7 +177,7 @@ class Sampler:
         """Stop the engines and their processes."""
         up = self._up()
         self.engines.stop_renewals()
-        await self._ask("close", up)  # a start cannot be interrupted by a call
+        await self._ask("close", up)  # one that starts is killed
         self.engines.end()  # killed: external resources are released, and a regular exit takes seconds
 
 
@@ -304,7 +306,8 @@ class RolloutWorker(BucketHost):
 
     def _serving(self) -> Any:
         if not self._serves:
-            raise NotServing("this engine was started again, and has not received the student's weights yet")
+            kind = NotServing if "_engine" in vars(self) else Starting
+            raise kind("this engine was started again, and has not received the student's weights yet")
         return self._engine
 
     @needs(NOTHING)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,17 +233,30 @@ def test_an_interrupt_ends_only_the_call(session: Session, monkeypatch: pytest.M
     session.sampler.update()
     prompts = session.prompts(64)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
-    timer = threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        session.sampler.sample(prompts, n=32)
-    timer.join()
+    batch = session.sampler.sample(prompts[:1], n=1)
+    for seconds in (0.02, 0.06, 0.2):
+        session.teacher.score(batch)  # takes the engines' memory, so `sample` sends the weights first
+        timer = threading.Timer(seconds, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.sampler.sample(prompts, n=32)
+        timer.join()
     with monkeypatch.context() as reading, pytest.raises(KeyboardInterrupt):
-        reading.setattr(frozen, "freeze", lambda value: signal.raise_signal(signal.SIGINT) or value)
+        left = [signal.SIGINT]
+        reading.setattr(frozen, "freeze", lambda value: (left and signal.raise_signal(left.pop())) or value)
         session.prompts(1)
     signal.signal(signal.SIGINT, before)
     batch = session.teacher.score(session.sampler.sample(session.prompts(1), n=1))
     assert len(batch) == 1 and "\n" not in repr(batch) and "reverse KL" in repr(batch)
+
+
+def of_session(session: Session, title: str) -> list[psutil.Process]:
+    """Return the processes of a session with a title that begins with `title`."""
+    found = []
+    for process in psutil.Process(session._process.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            found += [process] if " ".join(process.cmdline()).startswith(title) else []
+    return found
 
 
 @pytest.mark.nightly
@@ -251,8 +265,7 @@ def test_a_transfer_of_weights_that_fails_leaves_no_engine_that_waits(tmp_path: 
     """The engines have begun the update when the student finds no memory for the weights."""
     engines = () if shares else ("is_offload_states=false", "student_infer.device_mapping=[1,2]", "num_gpus_per_node=3")
     with roll_opd.open(CONFIG, [*OVERRIDES, *engines, f"output_dir={tmp_path}"]) as session:
-        processes = psutil.Process(session._process.pid).children(recursive=True)
-        (student,) = (one for one in processes if "ray::TrainWorker" in " ".join(one.cmdline()))
+        (student,) = of_session(session, "ray::TrainWorker")
         before = resource.prlimit(student.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(student.pid, resource.RLIMIT_FSIZE, (2**16, before[1]))
         with pytest.raises(roll_opd.RunFailed if shares else OSError, match="File too large"):
@@ -263,6 +276,9 @@ def test_a_transfer_of_weights_that_fails_leaves_no_engine_that_waits(tmp_path: 
         with pytest.raises(ValueError, match=r"call sampler\.update first"):
             session.sampler.sample(session.prompts(1), n=1)
         session.sampler.update()
+        assert len(session.sampler.sample(session.prompts(4), n=1)) == 4
+        for process in of_session(session, "ray::RolloutWorker"):
+            process.kill()  # both engines: their new processes get the weights while the call waits
         assert len(session.sampler.sample(session.prompts(4), n=1)) == 4
 
 

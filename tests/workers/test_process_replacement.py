@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit, NotServing, NotSetUp, ProcessDied
+from roll_opd.cluster.lost_processes import HOUR, Loss, Losses, LossLimit, NotServing, NotSetUp, ProcessDied, Starting
 from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.weight_sync.send_weights import SharedMemorySync
 from roll_opd.workers import liveness, process_replacement
@@ -212,12 +212,13 @@ def test_starts_that_never_end_end_the_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_lost_engine_is_one_loss_of_a_request_until_it_starts_again() -> None:
     losses, dead = RequestLosses(), ray.exceptions.ActorUnavailableError("dead", b"0" * 16)
-    errors = [(0, dead), (0, dead), (1, dead), (0, NotSetUp()), (0, NotServing()), (1, dead), (0, dead)]
+    errors = [(0, dead), (0, dead), (1, dead), (0, Starting()), (0, dead)]  # its new process was lost in its start
+    errors += [(0, NotSetUp()), (0, NotServing()), (1, dead), (0, dead)]
     counts = []
     for engine, error in errors:
         losses.add(engine, 0, error)
         counts.append(losses.count)
-    assert counts == [1, 1, 2, 2, 2, 2, 3]  # the request ends the process of engine 0 again
+    assert counts == [1, 1, 2, 2, 2, 2, 2, 2, 3]  # the request ends the process of engine 0 again
     losses.add(1, 1, dead)  # in its next life
     assert losses.count == 4
 
