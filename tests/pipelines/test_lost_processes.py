@@ -100,8 +100,9 @@ class Killer:
         if not waits and (victims := self._victims(self._left[0].removesuffix(" hangs"))):
             name = self._left.pop(0)
             number = signal.SIGSTOP if name.endswith("hangs") else signal.SIGKILL
-            os.kill(self._rng.choice(victims).pid, number)
-            self.done.append({"lost": name, "after step": steps, "until the next step": None, "at": now})
+            victim = self._rng.choice(victims).pid
+            os.kill(victim, number)
+            self.done.append({"lost": name, "pid": victim, "after step": steps, "until the next step": None, "at": now})
             self._struck = True
             self._plan()
         return False  # the driver stays
