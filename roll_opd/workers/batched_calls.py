@@ -14,7 +14,6 @@ from roll_opd.base.failures import RunError
 Item = TypeVar("Item")
 
 BURST_SECONDS = 0.1
-LAST_S = 10.0  # seconds from the last answer of a batch until it is cancelled
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,11 @@ class BatchedCalls(Generic[Key, Call]):
         return answer
 
     async def end(self) -> None:
-        """Cancel all unanswered calls. A batch whose calls are all answered gets `LAST_S` to end."""
+        """Cancel all unanswered calls. A batch whose calls are all answered ends with its last answer."""
         for follower, batch in self._followers.items():
             if not all(answer.done() and not answer.cancelled() for _, answer in batch):
                 follower.cancel()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_S):
-                await asyncio.gather(*self._followers, return_exceptions=True)
+        await asyncio.gather(*self._followers, return_exceptions=True)
 
     def _begin(self, key: Key) -> None:
         batch = self._pending.pop(key)
