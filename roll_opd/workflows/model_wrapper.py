@@ -153,8 +153,9 @@ class ModelWrapper(ModelClients):
         answered = []
         for response, completion in responses:
             message = partial(as_message or text_message, response)
-            whole, calls = np.concatenate([tokens, completion.tokens]), (given, tools or (), message, parent)
-            call = Call(text, whole, len(tokens), completion, self.tokenizer, *calls, response.call_settings)
+            whole, settings = np.concatenate([tokens, completion.tokens]), response.call_settings
+            of_prompt = text, whole, len(tokens), completion, self.tokenizer
+            call = Call(*of_prompt, given, tools or (), message, parent, settings)
             tree.calls.append(call)
             answered.append((response, call))
             response.messages, response.prompt_text = given, text
